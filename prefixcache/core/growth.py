@@ -1,0 +1,136 @@
+"""How one sequence grows, shrinks and becomes findable: append, truncate, copy-on-write, commit.
+
+Functions over one `Sequence` and the pool. Each checks everything, then changes; a refusal
+leaves no trace. They do not know owners, batches or repeats: `prefixcache.core.sequences` does.
+Not thread-safe: the core's lock guards them.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from prefixcache.core.hashing import Chain, Hasher, block_extra_keys
+from prefixcache.core.pool import Pool
+from prefixcache.core.sequence import (
+    AppendRow,
+    Sequence,
+    cut_extra_keys,
+    merge_extra_keys,
+    uint32_array,
+)
+from prefixcache.errors import ExceedsPoolError, NoRoomError
+from prefixcache.types import AppendResult, BlockCopy, ResultCode
+
+
+def num_blocks_of(num_tokens: int, block_size: int) -> int:
+    return -(-num_tokens // block_size)
+
+
+def append(pool: Pool, hasher: Hasher, sequence: Sequence, row: AppendRow) -> AppendResult:
+    """Add tokens and the blocks they need; copy a partly filled last block that is not private.
+
+    Raises ExceedsPoolError or NoRoomError. The sequence's reference on the source of a copy goes
+    over to the caller, who holds it until the copy is done.
+    """
+    size = pool.block_size
+    old, new = sequence.num_tokens, sequence.num_tokens + len(row.token_ids)
+    num_blocks = num_blocks_of(new + row.num_lookahead_tokens, size)
+    if num_blocks > pool.num_blocks:
+        raise ExceedsPoolError("num_tokens", num_blocks, pool.num_blocks)
+    grows = new + row.num_lookahead_tokens > old
+    copied = old // size if grows and old % size and not _is_private(pool, sequence, old) else None
+    num_added = max(0, num_blocks - len(sequence.block_table))
+    needed = num_added + (copied is not None)
+    if needed > pool.num_free:
+        raise NoRoomError(needed, pool.num_free, pool.num_referenced)
+
+    taken = pool.take(needed)
+    copies: tuple[BlockCopy, ...] = ()
+    if copied is not None:
+        source, destination = sequence.block_table[copied], int(taken[0])
+        sequence.block_table[copied] = destination
+        copies = (BlockCopy(source, destination),)
+        taken = taken[1:]
+    sequence.block_table.frombytes(taken.tobytes())
+    sequence.token_ids.extend(uint32_array(row.token_ids))
+    sequence.extra_keys = merge_extra_keys(sequence.extra_keys, row.extra_keys)
+    sequence.num_lookahead_tokens = row.num_lookahead_tokens
+    if sequence.registers and new // size > len(sequence.hashes):
+        first = len(sequence.hashes)
+        parent = sequence.hashes[-1] if first else None
+        tail = sequence.tokens(first * size, new)
+        sequence.hashes += hasher.chain(parent, tail, sequence.extra_keys, first).hashes
+    limit = old + row.num_kv_valid
+    sequence.computed = [min(count, limit) for count in sequence.computed]
+    return AppendResult(ResultCode.OK, tuple(taken.tolist()), copies)
+
+
+def truncate(pool: Pool, sequence: Sequence, num_tokens: int) -> tuple[int, ...]:
+    """Cut to `num_tokens` (1 to the present length) and drop all lookahead.
+
+    Returns the block ids dropped, in table order.
+    """
+    size = pool.block_size
+    dropped = drop_blocks_after(pool, sequence, num_tokens)
+    del sequence.token_ids[num_tokens:]
+    del sequence.hashes[num_tokens // size :]
+    sequence.num_cached_blocks = min(sequence.num_cached_blocks, num_tokens // size)
+    sequence.computed = [min(count, num_tokens) for count in sequence.computed]
+    sequence.first_writable = min(sequence.first_writable, num_tokens)
+    sequence.extra_keys = cut_extra_keys(sequence.extra_keys, num_tokens, size)
+    return dropped
+
+
+def drop_blocks_after(pool: Pool, sequence: Sequence, num_tokens: int) -> tuple[int, ...]:
+    """Release the blocks, lookahead included, that `num_tokens` tokens do not need."""
+    keep = num_blocks_of(num_tokens, pool.block_size)
+    dropped = sequence.blocks(keep)
+    pool.release(dropped)
+    del sequence.block_table[keep:]
+    sequence.num_lookahead_tokens = 0
+    return tuple(dropped.tolist())
+
+
+def commit(pool: Pool, sequence: Sequence) -> None:
+    """Register the full blocks whose tokens have ids and complete K/V in every layer."""
+    if not sequence.registers:
+        return
+    size = pool.block_size
+    first = sequence.num_cached_blocks
+    end = min(sequence.num_computed, sequence.num_tokens) // size
+    if end <= first:
+        return
+    block_ids = sequence.blocks(first, end)
+    chain = Chain(
+        sequence.hashes[first:end],
+        sequence.tokens(first * size, end * size),
+        block_extra_keys(sequence.extra_keys, first, end - first, size),
+    )
+    parent = sequence.block_table[first - 1] if first else None
+    num_registered = pool.register(block_ids, chain, parent)
+    sequence.num_cached_blocks += num_registered
+    if num_registered < len(block_ids):
+        # The hash belongs to other content: a deeper block would have an unfindable parent.
+        stop_registering(sequence)
+
+
+def stop_registering(sequence: Sequence) -> None:
+    sequence.registers = False
+    sequence.hashes = []
+
+
+def release_copy_holds(pool: Pool, sequence: Sequence) -> None:
+    if sequence.copy_holds:
+        pool.release(np.array(sequence.copy_holds, dtype=np.int32))
+        sequence.copy_holds.clear()
+
+
+def release_all(pool: Pool, sequence: Sequence) -> None:
+    """Give back every block of a sequence that has ended."""
+    release_copy_holds(pool, sequence)
+    pool.release(sequence.blocks())
+    del sequence.block_table[:]
+
+
+def _is_private(pool: Pool, sequence: Sequence, position: int) -> bool:
+    return pool.is_private(sequence.block_table[position // pool.block_size])

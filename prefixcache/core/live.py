@@ -1,0 +1,179 @@
+"""Who lives: the table of sequences, which owner may name which, and when they end.
+
+Owns the ids, the owner table and the sequences that have ended while a call was still running on
+them. Changes no tokens and no blocks but for giving back those of a sequence that has ended.
+Guarded by the core's lock; the clock is injected.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import chain
+
+from prefixcache.core import growth
+from prefixcache.core.pool import PLAIN, Pool
+from prefixcache.core.sequence import Sequence
+from prefixcache.errors import SequenceBusyError, SequenceNotFoundError
+from prefixcache.types import SequenceId
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceInfo:
+    """What an operator sees of a sequence."""
+
+    serial: int
+    sequence_id: SequenceId
+    owner: bytes
+    num_tokens: int
+    num_computed_tokens: int
+    num_cached_tokens: int
+    num_blocks: int
+    age_s: float
+
+
+@dataclass(eq=False, slots=True)
+class _Owner:
+    last_call_s: float
+    sequences: dict[int, Sequence] = field(default_factory=dict)
+    requests: dict[str, Sequence] = field(default_factory=dict)
+
+
+class LiveSequences:
+    """Sequences by id, and by owner. An owner exists as long as it has sequences.
+
+    Owners stand in the order of their last calls, so expiry looks only at the oldest.
+    """
+
+    def __init__(self, pool: Pool, owner_ttl_s: float, clock: Callable[[], float]) -> None:
+        self._pool = pool
+        self._owner_ttl_s = owner_ttl_s
+        self._clock = clock
+        self._sequences: dict[int, Sequence] = {}
+        self._dying: dict[int, Sequence] = {}
+        self._owners: dict[bytes, _Owner] = {}
+        self._last_serial = 0
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    @property
+    def num_owners(self) -> int:
+        return len(self._owners)
+
+    def all_holders(self) -> Iterator[Sequence]:
+        """Everything that holds blocks: live sequences, and ended ones with a running call."""
+        return chain(self._sequences.values(), self._dying.values())
+
+    def touch(self, owner: bytes) -> Mapping[str, Sequence]:
+        """Renew an owner's time; its sequences by request id."""
+        record = self._owners.pop(owner, None)
+        if record is None:
+            return {}
+        record.last_call_s = self._clock()
+        self._owners[owner] = record
+        return record.requests
+
+    def find(self, owner: bytes, sequence_id: int) -> Sequence:
+        """Raises SequenceNotFoundError, also for a sequence of another owner."""
+        sequence = self._sequences.get(sequence_id)
+        if sequence is None or sequence.owner != owner:
+            raise SequenceNotFoundError(sequence_id)
+        return sequence
+
+    def idle(self, owner: bytes, sequence_id: int) -> Sequence:
+        """`find`, and raise SequenceBusyError while a call is running on it."""
+        sequence = self.find(owner, sequence_id)
+        if sequence.is_busy:
+            raise SequenceBusyError(sequence_id)
+        return sequence
+
+    def is_alive(self, sequence: Sequence) -> bool:
+        return sequence.sequence_id in self._sequences
+
+    def new_id(self) -> SequenceId:
+        while True:
+            sequence_id = secrets.randbits(64)
+            if sequence_id and sequence_id not in self._sequences:
+                return SequenceId(sequence_id)
+
+    def next_serial(self) -> int:
+        self._last_serial += 1
+        return self._last_serial
+
+    def add(self, sequence: Sequence) -> None:
+        owner = self._owners.get(sequence.owner)
+        if owner is None:
+            owner = self._owners[sequence.owner] = _Owner(self._clock())
+        owner.sequences[sequence.sequence_id] = sequence
+        if sequence.request_id:
+            owner.requests[sequence.request_id] = sequence
+        self._sequences[sequence.sequence_id] = sequence
+
+    def end(self, sequence: Sequence) -> None:
+        """The id is dead at once; the blocks go now, or when the running call has ended."""
+        del self._sequences[sequence.sequence_id]
+        owner = self._owners[sequence.owner]
+        del owner.sequences[sequence.sequence_id]
+        if sequence.request_id:
+            del owner.requests[sequence.request_id]
+        if not owner.sequences:
+            del self._owners[sequence.owner]
+        self._dying[sequence.sequence_id] = sequence
+        self.bury_if_idle(sequence)
+
+    def bury_if_idle(self, sequence: Sequence) -> None:
+        """Give back the blocks of an ended sequence once no call runs on it."""
+        if sequence.sequence_id in self._dying and not sequence.is_busy:
+            del self._dying[sequence.sequence_id]
+            growth.release_all(self._pool, sequence)
+
+    def expired(self) -> list[Sequence]:
+        """Sequences of owners that made no call for the TTL and have none running."""
+        limit = self._clock() - self._owner_ttl_s
+        found: list[Sequence] = []
+        for owner in self._owners.values():
+            if owner.last_call_s > limit:
+                break
+            if not any(sequence.is_busy for sequence in owner.sequences.values()):
+                found.extend(owner.sequences.values())
+        return found
+
+    def list_after(self, serial: int, count: int) -> list[SequenceInfo]:
+        """Up to `count` live sequences, oldest first, allocated after the one of that serial."""
+        now = self._clock()
+        page: list[SequenceInfo] = []
+        for sequence in self._sequences.values():
+            if len(page) == count:
+                break
+            if sequence.serial > serial:
+                page.append(
+                    SequenceInfo(
+                        serial=sequence.serial,
+                        sequence_id=sequence.sequence_id,
+                        owner=sequence.owner,
+                        num_tokens=sequence.num_tokens,
+                        num_computed_tokens=sequence.num_computed,
+                        num_cached_tokens=sequence.num_cached_tokens,
+                        num_blocks=len(sequence.block_table),
+                        age_s=now - sequence.created_at_s,
+                    )
+                )
+        return page
+
+    def num_slots_written(self) -> int:
+        """Slots of referenced blocks with complete K/V, each block counted once."""
+        size, pool = self._pool.block_size, self._pool
+        partial: dict[int, list[int]] = {}
+        for sequence in self.all_holders():
+            computed = sequence.num_computed
+            for index in range(computed // size, len(sequence.block_table)):
+                slots = max(0, computed - index * size)
+                partial.setdefault(sequence.block_table[index], []).append(slots)
+        written = pool.num_referenced * size
+        for block, fills in partial.items():
+            # A block that is cached, or that one more holder has, is full for somebody.
+            if pool.state_of(block) == PLAIN and pool.ref_cnt[block] == len(fills):
+                written -= size - max(fills)
+        return written

@@ -1,0 +1,306 @@
+"""The block pool: ref counts, the hash index and the order of eviction.
+
+The only owner of `ref_cnt`, of the index and of the free queue. Knows no sequences and no K/V.
+Not thread-safe: the core's lock guards it.
+
+Every block is a row in a few columns, so making a pool of a million blocks is a handful of array
+allocations, and the work of a long prompt is a handful of numpy calls. A block is
+
+    plain       no hash; blank when its ref count is 0
+    registered  findable by its hash; evictable when its ref count is 0
+    standby     referenced, with the content of a hash that another block is registered for;
+                takes over when that block is evicted
+
+Invariants: the free queue holds exactly the blocks with ref count 0; index entries and registered
+blocks are a bijection; a standby's hash is in the index; cached blocks are prefix-closed (a
+findable block's parent is findable), since every holder of a block holds its ancestors, or
+standbys of them, and releases deepest first.
+
+Source of the eviction order: vLLM's block pool (blocks of one request leave deepest first, so
+that a chain is eaten from its end).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from prefixcache.core.free_queue import FreeQueue
+from prefixcache.core.hashing import Chain
+from prefixcache.types import BlockHash, BlockIds
+
+PLAIN, REGISTERED, STANDBY = 0, 1, 2
+ROOT_ENTRY = 0
+"""Entry id that stands for NONE_HASH, the parent of first blocks."""
+
+
+class Pool:
+    """`num_blocks` blocks, all blank at first, taken in the order of their ids.
+
+    verify_hits: also keep token ids, extra keys and parent links, and compare them on every hit,
+    so that a hash collision is a miss. Costs 4 bytes a token and 16 a block.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, verify_hits: bool) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.ref_cnt: npt.NDArray[np.int32] = np.zeros(num_blocks, dtype=np.int32)
+        self.num_evictions = 0
+        self._state: npt.NDArray[np.uint8] = np.zeros(num_blocks, dtype=np.uint8)
+        self._hash_of: list[BlockHash | None] = [None] * num_blocks
+        self._index: dict[BlockHash, int] = {}
+        self._standbys: dict[BlockHash, list[int]] = {}
+        self._queue = FreeQueue(num_blocks)
+        self._num_evictable = 0
+        self._contents = _Contents(num_blocks, block_size) if verify_hits else None
+
+    # ---- what it holds
+
+    @property
+    def num_free(self) -> int:
+        return len(self._queue)
+
+    @property
+    def num_evictable(self) -> int:
+        return self._num_evictable
+
+    @property
+    def num_blank(self) -> int:
+        return len(self._queue) - self._num_evictable
+
+    @property
+    def num_referenced(self) -> int:
+        return self.num_blocks - len(self._queue)
+
+    @property
+    def num_cached(self) -> int:
+        return len(self._index)
+
+    def state_of(self, block_id: int) -> int:
+        """PLAIN, REGISTERED or STANDBY."""
+        return int(self._state[block_id])
+
+    def hash_of(self, block_id: int) -> BlockHash | None:
+        return self._hash_of[block_id]
+
+    def block_of(self, block_hash: BlockHash) -> int | None:
+        """The block registered under a hash; its content is not compared."""
+        return self._index.get(block_hash)
+
+    def free_order(self) -> BlockIds:
+        """Free blocks from the next one to be taken to the last one, `[num_free] int32`."""
+        return self._queue.order()
+
+    def is_private(self, block_id: int) -> bool:
+        """True if one holder has it and nobody can find it: its slots may be written."""
+        return bool(self.ref_cnt[block_id] == 1) and self._state[block_id] == PLAIN
+
+    # ---- calls
+
+    def match(self, chain: Chain, limit: int) -> BlockIds:
+        """Blocks of the longest cached prefix of the chain, at most `limit`. Changes nothing."""
+        found: list[int] = []
+        get = self._index.get
+        for block_hash in chain.hashes[:limit]:
+            block = get(block_hash)
+            if block is None:
+                break
+            found.append(block)
+        block_ids = np.array(found, dtype=np.int32)
+        if self._contents is not None and found:
+            block_ids = block_ids[: self._contents.num_equal(block_ids, chain)]
+        return block_ids
+
+    def num_idle(self, block_ids: BlockIds) -> int:
+        """How many of the blocks are free."""
+        return len(block_ids) - int(np.count_nonzero(self.ref_cnt[block_ids]))
+
+    def acquire(self, block_ids: BlockIds) -> None:
+        """One more reference on each of distinct, cached or referenced blocks."""
+        idle = block_ids[self.ref_cnt[block_ids] == 0]
+        if len(idle):
+            self._queue.remove(idle)
+            self._num_evictable -= len(idle)
+        self.ref_cnt[block_ids] += 1
+
+    def take(self, count: int) -> BlockIds:
+        """`count` plain blocks with one reference each, from the head of the free queue.
+
+        Cached ones among them are evicted. The caller has checked `num_free`.
+        """
+        taken = self._queue.pop_head(count)
+        self.ref_cnt[taken] = 1
+        cached = taken[self._state[taken] == REGISTERED]
+        if len(cached):
+            self._num_evictable -= len(cached)
+            self._state[cached] = PLAIN
+            for block in cached.tolist():
+                self._evict(block)
+        return taken
+
+    def release(self, block_ids: BlockIds) -> None:
+        """One reference less on each of the distinct blocks of a table, last to first.
+
+        Blocks that reach 0 go to the tail of the free queue if registered, and to its head, as one
+        group, if not. A standby that reaches 0 becomes blank, and its hash's registered block is
+        used at that moment: if that is free, it moves to the tail in the standby's turn.
+        """
+        if not len(block_ids):
+            return
+        backwards = block_ids[::-1]
+        self.ref_cnt[backwards] -= 1
+        idle = backwards[self.ref_cnt[backwards] == 0]
+        states = self._state[idle]
+        registered = states == REGISTERED
+        if (states == STANDBY).any():
+            to_tail = self._retire_standbys(idle, states)
+        else:
+            to_tail = idle[registered]
+        self._num_evictable += int(np.count_nonzero(registered))
+        self._queue.push_tail(to_tail)
+        self._queue.push_head(idle[~registered])
+
+    def register(self, block_ids: BlockIds, chain: Chain, parent: int | None) -> int:
+        """Make referenced plain blocks, whose K/V are complete, findable by their hashes.
+
+        block_ids: the blocks of `chain`, `[len(chain.hashes)]`. parent: the cached block before
+        them, None for the start of a sequence. A block whose hash is taken by the same content
+        becomes a standby. Returns how many blocks were registered or stand by: fewer than given
+        if a hash is taken by other content, and then nothing from that block on is registered.
+        """
+        contents = self._contents
+        if contents is not None:
+            contents.write(block_ids, chain, parent)
+        for index, (block, block_hash) in enumerate(
+            zip(block_ids.tolist(), chain.hashes, strict=True)
+        ):
+            holder = self._index.get(block_hash)
+            if holder is None:
+                self._index[block_hash] = block
+                self._state[block] = REGISTERED
+                if contents is not None:
+                    contents.enter(block)
+            elif contents is None or contents.same(holder, block):
+                self._standbys.setdefault(block_hash, []).append(block)
+                self._state[block] = STANDBY
+                if contents is not None:
+                    contents.enter_as(block, holder)
+            else:
+                return index
+            self._hash_of[block] = block_hash
+            if contents is not None and index + 1 < len(block_ids):
+                contents.link(int(block_ids[index + 1]), block)
+        return len(block_ids)
+
+    def clear(self) -> None:
+        """Drop every hash. Free cached blocks become blank where they are in the queue."""
+        self._index.clear()
+        self._standbys.clear()
+        self._hash_of = [None] * self.num_blocks
+        self._state[:] = PLAIN
+        self._num_evictable = 0
+        if self._contents is not None:
+            self._contents.clear()
+
+    # ---- inside
+
+    def _evict(self, block: int) -> None:
+        block_hash = self._hash_of[block]
+        assert block_hash is not None
+        self._hash_of[block] = None
+        standbys = self._standbys.get(block_hash)
+        if not standbys:
+            del self._index[block_hash]
+            self.num_evictions += 1
+            return
+        heir = standbys.pop(0)
+        if not standbys:
+            del self._standbys[block_hash]
+        self._index[block_hash] = heir
+        self._state[heir] = REGISTERED
+
+    def _retire_standbys(self, idle: BlockIds, states: npt.NDArray[np.uint8]) -> BlockIds:
+        """What goes to the tail, in turn; standbys among `idle` become plain."""
+        to_tail: list[int] = []
+        for block, state in zip(idle.tolist(), states.tolist(), strict=True):
+            if state == REGISTERED:
+                to_tail.append(block)
+            elif state == STANDBY:
+                block_hash = self._hash_of[block]
+                assert block_hash is not None
+                self._hash_of[block] = None
+                self._state[block] = PLAIN
+                standbys = self._standbys[block_hash]
+                standbys.remove(block)
+                if not standbys:
+                    del self._standbys[block_hash]
+                holder = self._index[block_hash]
+                if self.ref_cnt[holder] == 0:
+                    self._queue.remove(np.array([holder], dtype=np.int32))
+                    to_tail.append(holder)
+        return np.array(to_tail, dtype=np.int32)
+
+
+class _Contents:
+    """What verified hits compare: token ids, extra keys and the parent link of each cached block.
+
+    The parent link is an entry id, given to each distinct chain node and never reused; a standby
+    shares its node's entry id, so the link survives when it takes over.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self._token_ids: npt.NDArray[np.uint32] = np.zeros(
+            (num_blocks, block_size), dtype=np.uint32
+        )
+        self._entry: npt.NDArray[np.int64] = np.zeros(num_blocks, dtype=np.int64)
+        self._parent: npt.NDArray[np.int64] = np.zeros(num_blocks, dtype=np.int64)
+        self._extra_keys: dict[int, bytes] = {}
+        self._last_entry = ROOT_ENTRY
+
+    def num_equal(self, block_ids: BlockIds, chain: Chain) -> int:
+        """How many blocks, from the first on, have the content of the chain."""
+        count, size = len(block_ids), self._token_ids.shape[1]
+        wanted = chain.token_ids[: count * size].reshape(count, size)
+        parents = np.empty(count, dtype=np.int64)
+        parents[0] = ROOT_ENTRY
+        parents[1:] = self._entry[block_ids[:-1]]
+        equal = (self._token_ids[block_ids] == wanted).all(axis=1)
+        equal &= self._parent[block_ids] == parents
+        if chain.extra_keys is not None or self._extra_keys:
+            extra_keys = chain.extra_keys or [b""] * count
+            for index, block in enumerate(block_ids.tolist()):
+                equal[index] &= self._extra_keys.get(block, b"") == extra_keys[index]
+        return count if equal.all() else int(equal.argmin())
+
+    def write(self, block_ids: BlockIds, chain: Chain, parent: int | None) -> None:
+        count = len(block_ids)
+        self._token_ids[block_ids] = chain.token_ids.reshape(count, -1)
+        for index, block in enumerate(block_ids.tolist()):
+            extra_keys = chain.extra_keys[index] if chain.extra_keys is not None else b""
+            if extra_keys:
+                self._extra_keys[block] = extra_keys
+            else:
+                self._extra_keys.pop(block, None)
+        if count:
+            first = int(block_ids[0])
+            self._parent[first] = ROOT_ENTRY if parent is None else self._entry[parent]
+
+    def same(self, left: int, right: int) -> bool:
+        return bool(
+            self._parent[left] == self._parent[right]
+            and (self._token_ids[left] == self._token_ids[right]).all()
+            and self._extra_keys.get(left) == self._extra_keys.get(right)
+        )
+
+    def enter(self, block: int) -> None:
+        self._last_entry += 1
+        self._entry[block] = self._last_entry
+
+    def enter_as(self, block: int, holder: int) -> None:
+        self._entry[block] = self._entry[holder]
+
+    def link(self, block: int, parent: int) -> None:
+        self._parent[block] = self._entry[parent]
+
+    def clear(self) -> None:
+        self._extra_keys.clear()

@@ -1,0 +1,198 @@
+"""The record of one live sequence, and the requests and tickets of the calls on it.
+
+A `Sequence` is changed only by `prefixcache.core.sequences`, under the core's lock.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from prefixcache.core.hashing import Chain
+from prefixcache.types import (
+    NO_EXTRA_KEYS,
+    BlockHash,
+    BlockIds,
+    CacheUse,
+    ExtraKeys,
+    MultimodalItem,
+    PromptEmbeds,
+    SequenceId,
+    TokenIds,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """Tokens of a request and the chain of their full blocks (None with caching off)."""
+
+    token_ids: TokenIds
+    extra_keys: ExtraKeys
+    chain: Chain | None
+
+
+@dataclass(frozen=True, slots=True)
+class AppendRow:
+    """One sequence's part of Append. `token_ids`: `[m] uint32`, m >= 0."""
+
+    sequence_id: int
+    start_position: int
+    token_ids: TokenIds
+    num_kv_valid: int = 0
+    num_lookahead_tokens: int = 0
+    extra_keys: ExtraKeys = NO_EXTRA_KEYS
+
+
+@dataclass(frozen=True, slots=True)
+class CommitRow:
+    sequence_id: int
+    start_position: int
+    num_computed_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionRow:
+    """One sequence's part of a running attention call, a copy that stays valid while it runs.
+
+    Tokens `[start_position, start_position + num_tokens)` attend; K/V of those at or after
+    `first_writable` are written.
+    """
+
+    sequence: Sequence
+    start_position: int
+    num_tokens: int
+    first_writable: int
+    block_table: BlockIds
+    is_repeat: bool
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionTicket:
+    """A running attention call: its blocks stay until `end_attention` takes it back."""
+
+    owner: bytes
+    layer: int
+    rows: tuple[AttentionRow, ...]
+
+
+@dataclass(eq=False, slots=True)
+class Sequence:
+    """Tokens, block table and progress of one sequence.
+
+    computed[layer]: tokens whose K/V of that layer are in place; one entry without storage.
+    hashes: of the full blocks, kept while the sequence may register blocks.
+    num_cached_blocks: leading blocks of the table that are registered or stand by.
+    first_writable: K/V of positions below it are never written (they are somebody's hit).
+    last_call, last_reply: what a repeat of the last applied state call is recognised by and
+    answered with; an attention call clears it.
+    """
+
+    sequence_id: SequenceId
+    serial: int
+    owner: bytes
+    request_id: str
+    cache_use: CacheUse
+    extra_keys: ExtraKeys
+    token_ids: array[int]
+    block_table: array[int]
+    hashes: list[BlockHash]
+    computed: list[int]
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_cached_blocks: int
+    first_writable: int
+    registers: bool
+    last_attention_start: list[int | None]
+    created_at_s: float
+    num_lookahead_tokens: int = 0
+    last_call: tuple[Any, ...] | None = None
+    last_reply: Any = None
+    running_layers: set[int] = field(default_factory=set)
+    is_copying: bool = False
+    copy_holds: list[int] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_computed(self) -> int:
+        """Tokens whose K/V are complete in every layer, those of reserved slots included."""
+        return min(self.computed)
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self.running_layers) or self.is_copying
+
+    def tokens(self, start: int, end: int) -> TokenIds:
+        """A copy of the token ids of `[start, end)`."""
+        return np.array(self.token_ids[start:end], dtype=np.uint32)
+
+    def blocks(self, start: int = 0, end: int | None = None) -> BlockIds:
+        """A copy of a part of the block table."""
+        return np.array(self.block_table[start:end], dtype=np.int32)
+
+    def child(
+        self, sequence_id: SequenceId, serial: int, request_id: str, now_s: float
+    ) -> Sequence:
+        """A fork: the same tokens, blocks and progress, all of it computed."""
+        num_tokens = self.num_tokens
+        return Sequence(
+            sequence_id=sequence_id,
+            serial=serial,
+            owner=self.owner,
+            request_id=request_id,
+            cache_use=self.cache_use,
+            extra_keys=self.extra_keys,
+            token_ids=array("I", self.token_ids),
+            block_table=array("i", self.block_table),
+            hashes=list(self.hashes),
+            computed=[num_tokens] * len(self.computed),
+            num_prompt_tokens=self.num_prompt_tokens,
+            num_cached_tokens=num_tokens,
+            num_cached_blocks=self.num_cached_blocks,
+            first_writable=num_tokens,
+            registers=self.registers,
+            last_attention_start=[None] * len(self.computed),
+            created_at_s=now_s,
+        )
+
+
+def uint32_array(token_ids: TokenIds) -> array[int]:
+    """The tokens as a growable column of 4 bytes each."""
+    return array("I", np.ascontiguousarray(token_ids, dtype=np.uint32).tobytes())
+
+
+def int32_array(block_ids: BlockIds) -> array[int]:
+    return array("i", np.ascontiguousarray(block_ids, dtype=np.int32).tobytes())
+
+
+def merge_extra_keys(left: ExtraKeys, right: ExtraKeys) -> ExtraKeys:
+    """Items of an Append join those of the sequence; LoRA and salt stay as they are."""
+    if not right:
+        return left
+    return ExtraKeys(
+        left.lora,
+        left.multimodal_items + right.multimodal_items,
+        left.cache_salt,
+        left.prompt_embeds + right.prompt_embeds,
+    )
+
+
+def cut_extra_keys(extra_keys: ExtraKeys, num_tokens: int, block_size: int) -> ExtraKeys:
+    """What is left of the extra keys when only the first `num_tokens` tokens are kept."""
+    items = tuple(
+        MultimodalItem(item.identifier, item.offset, min(item.num_tokens, num_tokens - item.offset))
+        for item in extra_keys.multimodal_items
+        if item.offset < num_tokens
+    )
+    embeds = []
+    for span in extra_keys.prompt_embeds:
+        if span.offset < num_tokens:
+            length = min(span.num_tokens, num_tokens - span.offset)
+            num_blocks = -(-(span.offset + length) // block_size) - span.offset // block_size
+            embeds.append(PromptEmbeds(span.offset, length, span.digests[:num_blocks]))
+    return ExtraKeys(extra_keys.lora, items, extra_keys.cache_salt, tuple(embeds))

@@ -1,0 +1,496 @@
+"""The calls of the block manager: every RPC on sequences ends here.
+
+Owns the counters; `LiveSequences` owns who lives, the pool owns the blocks. Knows
+no K/V memory: with storage, `prefixcache.engine` runs attention and copies between the `begin_*`
+and `end_*` calls here. Input is checked by the servicer; this module checks state.
+
+Not thread-safe: whoever calls holds `lock` around each call (`prepare` needs none). A call that
+raises, and a row that is refused, leaves everything as it was but for the counters of refusals.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
+
+import numpy as np
+
+from prefixcache.core import growth
+from prefixcache.core.growth import num_blocks_of
+from prefixcache.core.hashing import Hasher
+from prefixcache.core.live import LiveSequences
+from prefixcache.core.pool import Pool
+from prefixcache.core.sequence import (
+    AppendRow,
+    AttentionRow,
+    AttentionTicket,
+    CommitRow,
+    Prompt,
+    Sequence,
+    int32_array,
+    uint32_array,
+)
+from prefixcache.core.stats import Counters, PoolStats
+from prefixcache.errors import (
+    BlocksInUseError,
+    CommitBeyondTokensError,
+    ExceedsPoolError,
+    InvalidArgumentError,
+    NoRoomError,
+    NotComputedError,
+    PrefixCacheError,
+    RequestIdConflictError,
+    SequenceBusyError,
+    SequenceNotFoundError,
+    WrongPositionError,
+)
+from prefixcache.types import (
+    AllocateResult,
+    AppendResult,
+    BlockIds,
+    CacheUse,
+    CommitResult,
+    ExtraKeys,
+    FullHit,
+    LookupResult,
+    ResultCode,
+    SequenceId,
+    TokenIds,
+)
+
+_RESULT_CODES: dict[type[PrefixCacheError], ResultCode] = {
+    SequenceNotFoundError: ResultCode.NOT_FOUND,
+    WrongPositionError: ResultCode.WRONG_POSITION,
+    SequenceBusyError: ResultCode.BUSY,
+    NoRoomError: ResultCode.NO_ROOM,
+    ExceedsPoolError: ResultCode.EXCEEDS_POOL,
+    CommitBeyondTokensError: ResultCode.BEYOND_TOKENS,
+}
+_NO_BLOCKS: BlockIds = np.empty(0, dtype=np.int32)
+
+
+class Sequences:
+    """All live sequences over one pool.
+
+    num_layers: layers that each count their computed tokens; 1 without K/V storage, where Commit
+    is the only layer. caching: off means that nothing is hashed, hit or registered.
+    """
+
+    def __init__(
+        self,
+        pool: Pool,
+        hasher: Hasher,
+        *,
+        num_layers: int = 1,
+        caching: bool = True,
+        owner_ttl_s: float = 600.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.lock = threading.Lock()
+        self.pool = pool
+        self.hasher = hasher
+        self.counters = Counters()
+        self._num_layers = num_layers
+        self._caching = caching
+        self._clock = clock
+        self.live = LiveSequences(pool, owner_ttl_s, clock)
+
+    # ---- prompts
+
+    def prepare(self, token_ids: TokenIds, extra_keys: ExtraKeys) -> Prompt:
+        """Hash a prompt (`[n] uint32`, n >= 1). Pure, the one costly step: call it unlocked."""
+        chain = self.hasher.chain(None, token_ids, extra_keys) if self._caching else None
+        return Prompt(token_ids, extra_keys, chain)
+
+    def lookup(self, prompt: Prompt, num_lookahead_tokens: int, full_hit: FullHit) -> LookupResult:
+        """What Allocate would find. Changes nothing, not even the order of eviction."""
+        hits = self._match(prompt, full_hit)
+        needed = self._num_needed(prompt, num_lookahead_tokens, hits)
+        return LookupResult(
+            num_cached_tokens=self._num_cached_tokens(prompt, hits),
+            num_cached_blocks=len(hits),
+            num_blocks_needed=needed,
+            num_blocks_free=self.pool.num_free,
+        )
+
+    def allocate(
+        self,
+        owner: bytes,
+        request_id: str,
+        prompt: Prompt,
+        *,
+        num_lookahead_tokens: int = 0,
+        cache_use: CacheUse = CacheUse.READ_WRITE,
+        full_hit: FullHit = FullHit.LAST_TOKEN,
+        resumed: bool = False,
+    ) -> AllocateResult:
+        """A new sequence with references on its hits and its new blocks.
+
+        Raises ExceedsPoolError, NoRoomError, or RequestIdConflictError. A repeat (same owner,
+        request_id and content, sequence unchanged) is answered with the first reply.
+        """
+        call = ("allocate", num_lookahead_tokens, cache_use, full_hit, resumed, prompt.extra_keys)
+        earlier = self.live.touch(owner).get(request_id)
+        if earlier is not None:
+            return self._repeated_allocate(earlier, call, prompt)
+
+        hits = self._match(prompt, full_hit) if cache_use.reads else _NO_BLOCKS
+        self._check_room(prompt, num_lookahead_tokens, hits)
+        self.pool.acquire(hits)
+        num_blocks = self._num_blocks(prompt, num_lookahead_tokens)
+        block_ids = np.concatenate((hits, self.pool.take(num_blocks - len(hits))))
+
+        num_tokens, num_hit = len(prompt.token_ids), len(hits) * self.pool.block_size
+        num_cached_tokens = self._num_cached_tokens(prompt, hits)
+        registers = cache_use.writes and self._caching
+        sequence = Sequence(
+            sequence_id=self.live.new_id(),
+            serial=self.live.next_serial(),
+            owner=owner,
+            request_id=request_id,
+            cache_use=cache_use,
+            extra_keys=prompt.extra_keys,
+            token_ids=uint32_array(prompt.token_ids),
+            block_table=int32_array(block_ids),
+            hashes=list(prompt.chain.hashes) if registers and prompt.chain else [],
+            computed=[num_cached_tokens] * self._num_layers,
+            num_prompt_tokens=num_tokens,
+            num_cached_tokens=num_cached_tokens,
+            num_cached_blocks=len(hits),
+            first_writable=num_hit,
+            registers=registers,
+            last_attention_start=[None] * self._num_layers,
+            created_at_s=self._clock(),
+            num_lookahead_tokens=num_lookahead_tokens,
+        )
+        self.live.add(sequence)
+        self._count_allocation(sequence, len(hits), resumed)
+        reply = AllocateResult(sequence.sequence_id, num_cached_tokens, block_ids)
+        self._applied(sequence, call, reply)
+        return reply
+
+    # ---- growth
+
+    def append(self, owner: bytes, rows: Iterable[AppendRow]) -> list[AppendResult]:
+        """Append each row in turn; one that is refused is unchanged and the rest go on.
+
+        With storage the caller copies the reported blocks and then calls `end_copies`.
+        """
+        self.live.touch(owner)
+        return [self._append_row(owner, row) for row in rows]
+
+    def _append_row(self, owner: bytes, row: AppendRow) -> AppendResult:
+        call = (
+            "append",
+            row.start_position,
+            row.token_ids.tobytes(),
+            row.num_kv_valid,
+            row.num_lookahead_tokens,
+            row.extra_keys,
+        )
+        try:
+            sequence = self.live.idle(owner, row.sequence_id)
+            if sequence.last_call == call:
+                repeated: AppendResult = sequence.last_reply
+                return repeated
+            self._check_position(sequence, row.start_position, sequence.num_tokens)
+            reply = growth.append(self.pool, self.hasher, sequence, row)
+        except PrefixCacheError as error:
+            if isinstance(error, (NoRoomError, ExceedsPoolError)):
+                self.counters.appends_refused += 1
+            return AppendResult(_RESULT_CODES[type(error)])
+        self._applied(sequence, call, reply)
+        sequence.copy_holds = [copy.source for copy in reply.copies]
+        growth.commit(self.pool, sequence)
+        return reply
+
+    def begin_copies(self, owner: bytes, sequence_ids: Iterable[int]) -> list[Sequence]:
+        """Keep sequences still while their copy-on-write runs outside the lock."""
+        sequences = [self.live.find(owner, sequence_id) for sequence_id in sequence_ids]
+        for sequence in sequences:
+            sequence.is_copying = True
+        return sequences
+
+    def end_copies(self, sequences: Iterable[Sequence]) -> None:
+        """The copies are done: their sources need no hold any more."""
+        for sequence in sequences:
+            sequence.is_copying = False
+            growth.release_copy_holds(self.pool, sequence)
+            self.live.bury_if_idle(sequence)
+
+    def commit(self, owner: bytes, rows: Iterable[CommitRow]) -> list[CommitResult]:
+        """Without storage: the client has written K/V of all layers up to a position."""
+        self.live.touch(owner)
+        return [self._commit_row(owner, row) for row in rows]
+
+    def _commit_row(self, owner: bytes, row: CommitRow) -> CommitResult:
+        call = ("commit", row.start_position, row.num_computed_tokens)
+        try:
+            sequence = self.live.idle(owner, row.sequence_id)
+            if sequence.last_call == call:
+                repeated: CommitResult = sequence.last_reply
+                return repeated
+            self._check_position(sequence, row.start_position, sequence.num_computed)
+            end = row.start_position + row.num_computed_tokens
+            if end > sequence.num_tokens:
+                raise CommitBeyondTokensError(row.sequence_id, end, sequence.num_tokens)
+        except PrefixCacheError as error:
+            return CommitResult(_RESULT_CODES[type(error)])
+        self._advance(sequence, 0, end)
+        reply = CommitResult(ResultCode.OK, sequence.num_cached_blocks)
+        self._applied(sequence, call, reply)
+        return reply
+
+    def fork(
+        self, owner: bytes, sequence_id: int, num_tokens: int, request_ids: list[str]
+    ) -> list[SequenceId]:
+        """Children, one a request id, that share all blocks; both sides lose their lookahead.
+
+        Raises SequenceNotFoundError, SequenceBusyError, WrongPositionError, NotComputedError or
+        RequestIdConflictError. Request ids are all empty (no retry key) or all given.
+        """
+        call = ("fork", num_tokens, tuple(request_ids))
+        requests = self.live.touch(owner)
+        parent = self.live.idle(owner, sequence_id)
+        known = [requests[request_id] for request_id in request_ids if request_id in requests]
+        if known:
+            if parent.last_call == call and len(known) == len(request_ids):
+                return list(parent.last_reply)
+            raise RequestIdConflictError(known[0].request_id)
+        self._check_position(parent, num_tokens, parent.num_tokens)
+        if parent.num_computed < num_tokens:
+            raise NotComputedError(sequence_id, parent.num_computed, num_tokens)
+
+        growth.drop_blocks_after(self.pool, parent, num_tokens)
+        parent.computed = [num_tokens] * self._num_layers
+        parent.first_writable = num_tokens
+        children = []
+        for request_id in request_ids:
+            self.pool.acquire(parent.blocks())
+            child = parent.child(
+                self.live.new_id(), self.live.next_serial(), request_id, self._clock()
+            )
+            self.live.add(child)
+            children.append(child.sequence_id)
+        self._applied(parent, call, tuple(children))
+        return children
+
+    def truncate(
+        self, owner: bytes, sequence_id: int, num_tokens_before: int, num_tokens_after: int
+    ) -> tuple[int, ...]:
+        """Cut a sequence; returns the block ids it dropped.
+
+        Raises SequenceNotFoundError, SequenceBusyError, WrongPositionError or
+        InvalidArgumentError.
+        """
+        call = ("truncate", num_tokens_before, num_tokens_after)
+        self.live.touch(owner)
+        sequence = self.live.idle(owner, sequence_id)
+        if sequence.last_call == call:
+            repeated: tuple[int, ...] = sequence.last_reply
+            return repeated
+        self._check_position(sequence, num_tokens_before, sequence.num_tokens)
+        if not 1 <= num_tokens_after <= num_tokens_before:
+            raise InvalidArgumentError(
+                "num_tokens_after",
+                f"is {num_tokens_after}, must be 1 to num_tokens_before ({num_tokens_before})",
+            )
+        dropped = growth.truncate(self.pool, sequence, num_tokens_after)
+        self._applied(sequence, call, dropped)
+        return dropped
+
+    def free(self, owner: bytes, sequence_ids: Iterable[int]) -> list[ResultCode]:
+        """End sequences. The blocks of one with a running call go when that has ended."""
+        self.live.touch(owner)
+        codes = []
+        for sequence_id in sequence_ids:
+            try:
+                self.live.end(self.live.find(owner, sequence_id))
+            except SequenceNotFoundError:
+                codes.append(ResultCode.NOT_FOUND)
+            else:
+                codes.append(ResultCode.OK)
+        return codes
+
+    # ---- attention
+
+    def begin_attention(
+        self,
+        owner: bytes,
+        layer: int,
+        sequence_ids: list[int],
+        start_positions: list[int],
+        num_tokens: list[int],
+    ) -> AttentionTicket:
+        """Check a whole batch, then hold its sequences until `end_attention`.
+
+        A repeat of the last applied call of the layer gets a row that writes nothing. Raises
+        SequenceNotFoundError, SequenceBusyError, WrongPositionError, CommitBeyondTokensError, or
+        InvalidArgumentError for an id that stands twice.
+        """
+        self.live.touch(owner)
+        if len(set(sequence_ids)) < len(sequence_ids):
+            raise InvalidArgumentError("sequence_ids", "holds one sequence twice")
+        rows = tuple(
+            self._attention_row(owner, layer, *columns)
+            for columns in zip(sequence_ids, start_positions, num_tokens, strict=True)
+        )
+        for row in rows:
+            growth.release_copy_holds(self.pool, row.sequence)
+            row.sequence.last_call = None
+            row.sequence.last_reply = None
+            row.sequence.running_layers.add(layer)
+        return AttentionTicket(owner, layer, rows)
+
+    def end_attention(self, ticket: AttentionTicket, *, written: bool) -> None:
+        """Take a batch back. `written`: its K/V are in place, so the layer has advanced."""
+        self.live.touch(ticket.owner)
+        for row in ticket.rows:
+            sequence = row.sequence
+            sequence.running_layers.discard(ticket.layer)
+            alive = self.live.is_alive(sequence)
+            if written and alive and not row.is_repeat:
+                sequence.last_attention_start[ticket.layer] = row.start_position
+                self._advance(sequence, ticket.layer, row.start_position + row.num_tokens)
+            self.live.bury_if_idle(sequence)
+
+    def _attention_row(
+        self, owner: bytes, layer: int, sequence_id: int, start: int, num_tokens: int
+    ) -> AttentionRow:
+        sequence = self.live.find(owner, sequence_id)
+        if sequence.is_copying or layer in sequence.running_layers:
+            raise SequenceBusyError(sequence_id)
+        computed, end = sequence.computed[layer], start + num_tokens
+        is_repeat = sequence.last_attention_start[layer] == start and computed == end
+        if not is_repeat:
+            self._check_position(sequence, start, computed)
+            limit = sequence.num_tokens + sequence.num_lookahead_tokens
+            if end > limit:
+                raise CommitBeyondTokensError(sequence_id, end, limit)
+        return AttentionRow(
+            sequence=sequence,
+            start_position=start,
+            num_tokens=num_tokens,
+            first_writable=end if is_repeat else sequence.first_writable,
+            block_table=sequence.blocks(0, num_blocks_of(end, self.pool.block_size)),
+            is_repeat=is_repeat,
+        )
+
+    # ---- operators
+
+    def reset(self, *, force: bool) -> int:
+        """Drop every cached hash; returns how many there were.
+
+        Raises BlocksInUseError if blocks are referenced, unless forced. Sequences alive at a
+        forced reset, and their forks, never register again.
+        """
+        if self.pool.num_referenced and not force:
+            raise BlocksInUseError(self.pool.num_referenced)
+        num_cached = self.pool.num_cached
+        self.pool.clear()
+        for sequence in self.live.all_holders():
+            growth.stop_registering(sequence)
+            sequence.num_cached_blocks = 0
+        self.counters.resets += 1
+        return num_cached
+
+    def expire(self) -> int:
+        """Free the sequences of silent owners; returns how many."""
+        expired = self.live.expired()
+        for sequence in expired:
+            self.live.end(sequence)
+        self.counters.expired_sequences += len(expired)
+        return len(expired)
+
+    def stats(self) -> PoolStats:
+        pool = self.pool
+        return PoolStats(
+            num_blocks=pool.num_blocks,
+            block_size=pool.block_size,
+            referenced=pool.num_referenced,
+            evictable=pool.num_evictable,
+            blank=pool.num_blank,
+            cached=pool.num_cached,
+            sequences=len(self.live),
+            owners=self.live.num_owners,
+            slots_written=self.live.num_slots_written(),
+            evictions=pool.num_evictions,
+            **asdict(self.counters),
+        )
+
+    # ---- inside
+
+    def _match(self, prompt: Prompt, full_hit: FullHit) -> BlockIds:
+        if prompt.chain is None:
+            return _NO_BLOCKS
+        usable = len(prompt.token_ids) - (full_hit is FullHit.LAST_BLOCK)
+        return self.pool.match(prompt.chain, usable // self.pool.block_size)
+
+    def _num_cached_tokens(self, prompt: Prompt, hits: BlockIds) -> int:
+        return min(len(hits) * self.pool.block_size, len(prompt.token_ids) - 1)
+
+    def _num_blocks(self, prompt: Prompt, num_lookahead_tokens: int) -> int:
+        return num_blocks_of(len(prompt.token_ids) + num_lookahead_tokens, self.pool.block_size)
+
+    def _num_needed(self, prompt: Prompt, num_lookahead_tokens: int, hits: BlockIds) -> int:
+        num_blocks = self._num_blocks(prompt, num_lookahead_tokens)
+        return num_blocks - len(hits) + self.pool.num_idle(hits)
+
+    def _check_room(self, prompt: Prompt, num_lookahead_tokens: int, hits: BlockIds) -> None:
+        pool, num_blocks = self.pool, self._num_blocks(prompt, num_lookahead_tokens)
+        needed = self._num_needed(prompt, num_lookahead_tokens, hits)
+        if num_blocks > pool.num_blocks:
+            self.counters.allocation_refused += 1
+            raise ExceedsPoolError("token_ids", num_blocks, pool.num_blocks)
+        if needed > pool.num_free:
+            self.counters.allocation_refused += 1
+            raise NoRoomError(needed, pool.num_free, pool.num_referenced)
+
+    def _repeated_allocate(
+        self, sequence: Sequence, call: tuple[object, ...], prompt: Prompt
+    ) -> AllocateResult:
+        if sequence.last_call != call or not np.array_equal(
+            sequence.tokens(0, sequence.num_tokens), prompt.token_ids
+        ):
+            raise RequestIdConflictError(sequence.request_id)
+        reply: AllocateResult = sequence.last_reply
+        return reply
+
+    def _count_allocation(self, sequence: Sequence, num_hit_blocks: int, resumed: bool) -> None:
+        counters, num_tokens = self.counters, sequence.num_tokens
+        reads = sequence.cache_use.reads and self._caching
+        if resumed:
+            counters.resumed_requests += 1
+            if reads:
+                counters.resumed_queries_tokens += num_tokens
+                counters.resumed_hit_tokens += sequence.num_cached_tokens
+        else:
+            counters.requests += 1
+            if reads:
+                counters.queries_tokens += num_tokens
+                counters.hit_tokens += sequence.num_cached_tokens
+                counters.queries_blocks += num_tokens // self.pool.block_size
+                counters.hit_blocks += num_hit_blocks
+        counters.prefill_tokens_cached += sequence.num_cached_tokens
+
+    def _check_position(self, sequence: Sequence, given: int, expected: int) -> None:
+        if given != expected:
+            raise WrongPositionError(sequence.sequence_id, given, expected)
+
+    def _applied(self, sequence: Sequence, call: tuple[object, ...], reply: object) -> None:
+        """A state call is done: holds of the one before end, and a repeat can be answered."""
+        growth.release_copy_holds(self.pool, sequence)
+        sequence.last_call = call
+        sequence.last_reply = reply
+        sequence.last_attention_start = [None] * self._num_layers
+
+    def _advance(self, sequence: Sequence, layer: int, position: int) -> None:
+        before = sequence.num_computed
+        sequence.computed[layer] = position
+        prompt_end = sequence.num_prompt_tokens
+        self.counters.prefill_tokens_computed += max(
+            0, min(sequence.num_computed, prompt_end) - min(before, prompt_end)
+        )
+        growth.commit(self.pool, sequence)

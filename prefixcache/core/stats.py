@@ -1,0 +1,77 @@
+"""Counters of the core, and the snapshot that GetStats answers with.
+
+Owns plain integers only; Prometheus and the RPCs read them. Guarded by the core's lock.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class Counters:
+    """Totals since start. A hit counts once a sequence, at Allocate, when that succeeds.
+
+    Sequences that do not read the cache are no queries. Those marked as resumed (preempted and
+    allocated again) count apart, so that preemption does not raise the hit rate.
+    """
+
+    requests: int = 0
+    queries_tokens: int = 0
+    hit_tokens: int = 0
+    queries_blocks: int = 0
+    hit_blocks: int = 0
+    resumed_requests: int = 0
+    resumed_queries_tokens: int = 0
+    resumed_hit_tokens: int = 0
+    allocation_refused: int = 0
+    appends_refused: int = 0
+    resets: int = 0
+    expired_sequences: int = 0
+    prefill_tokens_computed: int = 0
+    """Prompt tokens whose K/V a committed block needed and that no hit provided."""
+    prefill_tokens_cached: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PoolStats:
+    """One consistent snapshot: counters since start and gauges of now.
+
+    referenced + evictable + blank = num_blocks, each >= 0. `slots_written` counts the token slots
+    of referenced blocks whose K/V are complete, `num_blocks * block_size` at most.
+    """
+
+    num_blocks: int
+    block_size: int
+    referenced: int
+    evictable: int
+    blank: int
+    cached: int
+    sequences: int
+    owners: int
+    slots_written: int
+    evictions: int
+    requests: int
+    queries_tokens: int
+    hit_tokens: int
+    queries_blocks: int
+    hit_blocks: int
+    resumed_requests: int
+    resumed_queries_tokens: int
+    resumed_hit_tokens: int
+    allocation_refused: int
+    appends_refused: int
+    resets: int
+    expired_sequences: int
+    prefill_tokens_computed: int
+    prefill_tokens_cached: int
+
+    @property
+    def pool_usage(self) -> float:
+        """referenced / total, 0 to 1."""
+        return self.referenced / self.num_blocks if self.num_blocks else 0.0
+
+    @property
+    def hit_rate(self) -> float:
+        """hit tokens / queried tokens, 0 to 1; 0 without queries."""
+        return self.hit_tokens / self.queries_tokens if self.queries_tokens else 0.0

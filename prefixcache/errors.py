@@ -1,0 +1,259 @@
+"""The one error tree, shared by core, server and clients.
+
+PrefixCacheError
+├── InvalidArgumentError            a field has a bad value; `field` names it
+│   └── ExceedsPoolError            more blocks than the whole pool has: never retry
+├── NotFoundError
+│   └── SequenceNotFoundError       unknown, freed, expired, or another owner's
+├── AlreadyExistsError
+│   └── RequestIdConflictError      request_id was used for other content
+├── FailedPreconditionError
+│   ├── WrongPositionError          the call does not continue where the sequence stands
+│   ├── CommitBeyondTokensError     more tokens committed than the sequence has
+│   ├── NotComputedError            Fork of a sequence with tokens still to compute
+│   ├── BlocksInUseError            reset without force while blocks are referenced
+│   ├── FingerprintMismatchError    the client was built for another layout or model
+│   ├── NoStorageError              Prefill or Decode on a daemon without K/V memory
+│   └── StorageOwnedError           Commit on a daemon that computes K/V itself
+├── ResourceExhaustedError
+│   └── NoRoomError                 too few free blocks now; retry after some are freed
+├── AbortedError
+│   └── SequenceBusyError           a call is running on the sequence
+├── UnavailableError                the daemon cannot be reached
+│   └── DrainingError               the daemon is stopping
+├── DeadlineExceededError
+├── CancelledCallError
+└── InternalError                   a bug of ours
+
+A class's `reason` is its name on the wire (google.rpc.ErrorInfo.reason) and `fields` are the
+numbers and names that belong to it. `prefixcache.rpc.status` maps classes to gRPC status codes.
+Importing this module imports nothing else of the project.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, Self
+
+__all__ = [
+    "AbortedError",
+    "AlreadyExistsError",
+    "BlocksInUseError",
+    "CancelledCallError",
+    "CommitBeyondTokensError",
+    "DeadlineExceededError",
+    "DrainingError",
+    "ExceedsPoolError",
+    "FailedPreconditionError",
+    "FingerprintMismatchError",
+    "InternalError",
+    "InvalidArgumentError",
+    "NoRoomError",
+    "NoStorageError",
+    "NotComputedError",
+    "NotFoundError",
+    "PrefixCacheError",
+    "RequestIdConflictError",
+    "ResourceExhaustedError",
+    "SequenceBusyError",
+    "SequenceNotFoundError",
+    "StorageOwnedError",
+    "UnavailableError",
+    "WrongPositionError",
+]
+
+
+class PrefixCacheError(Exception):
+    """Base of every error of this package.
+
+    `fields` holds what a program needs to react (numbers, names), as str or int; over the wire
+    all of them arrive as str.
+    """
+
+    reason: ClassVar[str] = "UNKNOWN"
+
+    def __init__(self, message: str, fields: dict[str, str | int] | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.fields: dict[str, str | int] = fields or {}
+
+    @classmethod
+    def from_wire(cls, message: str, fields: dict[str, str | int]) -> Self:
+        """Rebuild an error on the client, without the constructor of its class."""
+        error = cls.__new__(cls)
+        PrefixCacheError.__init__(error, message, fields)
+        return error
+
+
+class InvalidArgumentError(PrefixCacheError):
+    reason = "INVALID_ARGUMENT"
+
+    def __init__(self, field: str, problem: str, **numbers: str | int) -> None:
+        super().__init__(f"{field}: {problem}", {"field": field, **numbers})
+
+    @property
+    def field(self) -> str:
+        return str(self.fields.get("field", ""))
+
+
+class ExceedsPoolError(InvalidArgumentError):
+    reason = "EXCEEDS_POOL"
+
+    def __init__(self, field: str, needed: int, num_blocks: int) -> None:
+        super().__init__(
+            field,
+            f"needs {needed} blocks and the whole pool has {num_blocks}; no retry can succeed",
+            needed=needed,
+            num_blocks=num_blocks,
+        )
+
+
+class NotFoundError(PrefixCacheError):
+    reason = "NOT_FOUND"
+
+
+class SequenceNotFoundError(NotFoundError):
+    reason = "SEQUENCE_NOT_FOUND"
+
+    def __init__(self, sequence_id: int) -> None:
+        super().__init__(
+            f"sequence {sequence_id:#018x} is not known to its owner: freed, expired, "
+            "never allocated, or from before a restart",
+            {"sequence_id": sequence_id},
+        )
+
+
+class AlreadyExistsError(PrefixCacheError):
+    reason = "ALREADY_EXISTS"
+
+
+class RequestIdConflictError(AlreadyExistsError):
+    reason = "REQUEST_ID_CONFLICT"
+
+    def __init__(self, request_id: str) -> None:
+        super().__init__(
+            f"request_id {request_id!r} already names a sequence with other content or that has "
+            "gone on since",
+            {"request_id": request_id},
+        )
+
+
+class FailedPreconditionError(PrefixCacheError):
+    reason = "FAILED_PRECONDITION"
+
+
+class WrongPositionError(FailedPreconditionError):
+    reason = "WRONG_POSITION"
+
+    def __init__(self, sequence_id: int, given: int, expected: int) -> None:
+        super().__init__(
+            f"sequence {sequence_id:#018x} stands at position {expected}, the call says {given}",
+            {"sequence_id": sequence_id, "given": given, "expected": expected},
+        )
+
+
+class CommitBeyondTokensError(FailedPreconditionError):
+    reason = "COMMIT_BEYOND_TOKENS"
+
+    def __init__(self, sequence_id: int, given: int, limit: int) -> None:
+        super().__init__(
+            f"sequence {sequence_id:#018x} has room for {limit} tokens, the call goes up to "
+            f"{given}",
+            {"sequence_id": sequence_id, "given": given, "limit": limit},
+        )
+
+
+class NotComputedError(FailedPreconditionError):
+    reason = "NOT_COMPUTED"
+
+    def __init__(self, sequence_id: int, num_computed: int, num_tokens: int) -> None:
+        super().__init__(
+            f"sequence {sequence_id:#018x} has {num_computed} of {num_tokens} tokens computed",
+            {"sequence_id": sequence_id, "num_computed": num_computed, "num_tokens": num_tokens},
+        )
+
+
+class BlocksInUseError(FailedPreconditionError):
+    reason = "BLOCKS_IN_USE"
+
+    def __init__(self, num_referenced: int) -> None:
+        super().__init__(
+            f"{num_referenced} blocks are referenced; free them or reset with force",
+            {"referenced": num_referenced},
+        )
+
+
+class FingerprintMismatchError(FailedPreconditionError):
+    reason = "FINGERPRINT_MISMATCH"
+
+    def __init__(self, given: bytes, actual: bytes) -> None:
+        super().__init__(
+            f"layout fingerprint is {actual.hex()}, the client expects {given.hex()}",
+            {"given": given.hex(), "actual": actual.hex()},
+        )
+
+
+class NoStorageError(FailedPreconditionError):
+    reason = "NO_STORAGE"
+
+    def __init__(self) -> None:
+        super().__init__("this daemon holds no K/V memory (--storage none)")
+
+
+class StorageOwnedError(FailedPreconditionError):
+    reason = "STORAGE_OWNED"
+
+    def __init__(self) -> None:
+        super().__init__(
+            "this daemon writes K/V itself; blocks commit when Prefill or Decode of the last "
+            "layer has passed them"
+        )
+
+
+class ResourceExhaustedError(PrefixCacheError):
+    reason = "RESOURCE_EXHAUSTED"
+
+
+class NoRoomError(ResourceExhaustedError):
+    reason = "NO_ROOM"
+
+    def __init__(self, needed: int, free: int, referenced: int) -> None:
+        super().__init__(
+            f"needs {needed} blocks, {free} free, {referenced} referenced",
+            {"needed": needed, "free": free, "referenced": referenced},
+        )
+
+
+class AbortedError(PrefixCacheError):
+    reason = "ABORTED"
+
+
+class SequenceBusyError(AbortedError):
+    reason = "SEQUENCE_BUSY"
+
+    def __init__(self, sequence_id: int) -> None:
+        super().__init__(
+            f"a call is running on sequence {sequence_id:#018x}", {"sequence_id": sequence_id}
+        )
+
+
+class UnavailableError(PrefixCacheError):
+    reason = "UNAVAILABLE"
+
+
+class DrainingError(UnavailableError):
+    reason = "DRAINING"
+
+    def __init__(self) -> None:
+        super().__init__("the daemon is stopping and takes no new sequences")
+
+
+class DeadlineExceededError(PrefixCacheError):
+    reason = "DEADLINE_EXCEEDED"
+
+
+class CancelledCallError(PrefixCacheError):
+    reason = "CANCELLED"
+
+
+class InternalError(PrefixCacheError):
+    reason = "INTERNAL"

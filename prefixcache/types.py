@@ -1,0 +1,164 @@
+"""Ids and results that core, server, clients and tools share.
+
+Letters used for shapes everywhere: N blocks of the pool, B tokens a block, L layers, Hq query
+heads, Hkv KV heads, D head dim, S sequences of a batch, T new tokens of a batch.
+
+Glossary: a *block* is B consecutive tokens and their K/V of all layers; a *slot* is one token's
+place, `block_id * B + offset`; a *block table* maps a sequence's logical blocks to block ids.
+A block is *referenced* (ref count > 0) or free; a free block is *evictable* if it is cached
+(findable by its hash) and *blank* if not.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import NewType
+
+import numpy as np
+import numpy.typing as npt
+
+BlockId = NewType("BlockId", int)
+BlockHash = NewType("BlockHash", bytes)
+SequenceId = NewType("SequenceId", int)
+
+BlockIds = npt.NDArray[np.int32]
+"""Block ids, `[n] int32`."""
+TokenIds = npt.NDArray[np.uint32]
+"""Token ids, `[n] uint32`."""
+
+
+class CacheUse(enum.IntEnum):
+    """How a sequence uses the cache. The values are the ones of the wire."""
+
+    READ_WRITE = 1
+    NO_READ = 2
+    """Takes no hits (and is not counted as a query); its blocks are registered."""
+    NO_WRITE = 3
+    """Takes hits; registers nothing."""
+    NONE = 4
+
+    @property
+    def reads(self) -> bool:
+        return self in (CacheUse.READ_WRITE, CacheUse.NO_WRITE)
+
+    @property
+    def writes(self) -> bool:
+        return self in (CacheUse.READ_WRITE, CacheUse.NO_READ)
+
+
+class FullHit(enum.IntEnum):
+    """What is left to compute when every token of a prompt is cached."""
+
+    LAST_TOKEN = 1
+    """The last block is shared too; its last token is computed again and not written."""
+    LAST_BLOCK = 2
+    """The last block is computed again, in a private block."""
+
+
+class ResultCode(enum.IntEnum):
+    """Outcome of one row of a batch call."""
+
+    OK = 1
+    NOT_FOUND = 2
+    WRONG_POSITION = 3
+    BUSY = 4
+    NO_ROOM = 5
+    EXCEEDS_POOL = 6
+    BEYOND_TOKENS = 7
+
+
+@dataclass(frozen=True, slots=True)
+class Lora:
+    """A LoRA adapter. A reload of the same name must come with another `path`."""
+
+    name: str
+    path: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class MultimodalItem:
+    """An image or other item whose placeholder tokens stand at `offset` (absolute, in tokens)."""
+
+    identifier: str
+    offset: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class PromptEmbeds:
+    """Positions given as embeddings; their token ids are 0.
+
+    `digests` holds one 32-byte SHA-256 for each block that `[offset, offset + num_tokens)`
+    overlaps: of the bytes of that block's slice of the embeddings.
+    """
+
+    offset: int
+    num_tokens: int
+    digests: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ExtraKeys:
+    """What besides the token ids tells blocks apart. Empty strings and tuples mean absent."""
+
+    lora: Lora | None = None
+    multimodal_items: tuple[MultimodalItem, ...] = ()
+    cache_salt: str = ""
+    prompt_embeds: tuple[PromptEmbeds, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.lora or self.multimodal_items or self.cache_salt or self.prompt_embeds)
+
+
+NO_EXTRA_KEYS = ExtraKeys()
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCopy:
+    """Copy-on-write: the K/V of `source` go to `destination`, which took its place."""
+
+    source: int
+    destination: int
+
+
+@dataclass(frozen=True, slots=True)
+class LookupResult:
+    """What Allocate would find now. Valid until the next change of the pool.
+
+    `num_blocks_needed` counts the free blocks that Allocate would use up: new blocks, and hit
+    blocks that are free now. Allocate succeeds when it is at most `num_blocks_free`.
+    """
+
+    num_cached_tokens: int
+    num_cached_blocks: int
+    num_blocks_needed: int
+    num_blocks_free: int
+    block_hashes: tuple[bytes, ...] = ()
+    """Hashes of all full blocks of the prompt, if asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class AllocateResult:
+    """A new sequence. `block_ids` is its whole block table, `[ceil((n + lookahead) / B)]`."""
+
+    sequence_id: SequenceId
+    num_cached_tokens: int
+    block_ids: BlockIds
+
+
+@dataclass(frozen=True, slots=True)
+class AppendResult:
+    """One row of Append. `new_block_ids` were added at the end of the block table, in order."""
+
+    code: ResultCode
+    new_block_ids: tuple[int, ...] = ()
+    copies: tuple[BlockCopy, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class CommitResult:
+    """One row of Commit: full blocks of the sequence whose K/V are complete."""
+
+    code: ResultCode
+    num_cached_blocks: int = 0
