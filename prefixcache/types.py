@@ -115,6 +115,18 @@ NO_EXTRA_KEYS = ExtraKeys()
 
 
 @dataclass(frozen=True, slots=True)
+class HostTensor:
+    """A dense tensor in host memory: row-major, little-endian bytes.
+
+    dtype: "float32", "float16" or "bfloat16".
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class BlockCopy:
     """Copy-on-write: the K/V of `source` go to `destination`, which took its place."""
 

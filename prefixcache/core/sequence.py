@@ -14,6 +14,7 @@ import numpy as np
 from prefixcache.core.hashing import Chain
 from prefixcache.types import (
     NO_EXTRA_KEYS,
+    BlockCopy,
     BlockHash,
     BlockIds,
     CacheUse,
@@ -76,6 +77,14 @@ class AttentionTicket:
     owner: bytes
     layer: int
     rows: tuple[AttentionRow, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CopyTicket:
+    """Copy-on-write under way: the sequences stay still until `end_copies` takes it back."""
+
+    sequences: tuple[Sequence, ...]
+    copies: tuple[BlockCopy, ...]
 
 
 @dataclass(eq=False, slots=True)

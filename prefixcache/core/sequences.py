@@ -27,6 +27,7 @@ from prefixcache.core.sequence import (
     AttentionRow,
     AttentionTicket,
     CommitRow,
+    CopyTicket,
     Prompt,
     Sequence,
     int32_array,
@@ -49,6 +50,7 @@ from prefixcache.errors import (
 from prefixcache.types import (
     AllocateResult,
     AppendResult,
+    BlockCopy,
     BlockIds,
     CacheUse,
     CommitResult,
@@ -176,7 +178,8 @@ class Sequences:
     def append(self, owner: bytes, rows: Iterable[AppendRow]) -> list[AppendResult]:
         """Append each row in turn; one that is refused is unchanged and the rest go on.
 
-        With storage the caller copies the reported blocks and then calls `end_copies`.
+        A sequence has at most one row. With storage the caller makes the copies, between
+        `begin_copies` (under the same lock) and `end_copies`.
         """
         self.live.touch(owner)
         return [self._append_row(owner, row) for row in rows]
@@ -206,16 +209,23 @@ class Sequences:
         growth.commit(self.pool, sequence)
         return reply
 
-    def begin_copies(self, owner: bytes, sequence_ids: Iterable[int]) -> list[Sequence]:
-        """Keep sequences still while their copy-on-write runs outside the lock."""
-        sequences = [self.live.find(owner, sequence_id) for sequence_id in sequence_ids]
-        for sequence in sequences:
-            sequence.is_copying = True
-        return sequences
+    def begin_copies(self, owner: bytes, sequence_ids: Iterable[int]) -> CopyTicket:
+        """Keep sequences still while their pending copies run outside the lock.
 
-    def end_copies(self, sequences: Iterable[Sequence]) -> None:
+        sequence_ids: those that an `append` has just applied to, a repeat or not; only copies
+        that have not been made yet are pending.
+        """
+        sequences = [self.live.find(owner, sequence_id) for sequence_id in sequence_ids]
+        pending = tuple(sequence for sequence in sequences if sequence.copy_holds)
+        copies: list[BlockCopy] = []
+        for sequence in pending:
+            sequence.is_copying = True
+            copies += sequence.last_reply.copies
+        return CopyTicket(pending, tuple(copies))
+
+    def end_copies(self, ticket: CopyTicket) -> None:
         """The copies are done: their sources need no hold any more."""
-        for sequence in sequences:
+        for sequence in ticket.sequences:
             sequence.is_copying = False
             growth.release_copy_holds(self.pool, sequence)
             self.live.bury_if_idle(sequence)

@@ -1,0 +1,95 @@
+"""Which tokens of which sequences one attention call computes, as arrays.
+
+Owns the arrays and how they are derived from block tables. Imports no torch: the same batch serves
+every layer and every kernel. Immutable by convention once made, so threads may share it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from prefixcache.errors import InvalidArgumentError
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionBatch:
+    """S sequences with T new tokens together; the tokens of one sequence are consecutive.
+
+    The launchers check it (`checks.check_batch`), so a batch may also be built by hand.
+    """
+
+    block_tables: npt.NDArray[np.int32]
+    """`[S, max_blocks]` block ids. Entries past `ceil(seq_len / B)` are never read."""
+    query_start: npt.NDArray[np.int32]
+    """`[S + 1]` where each sequence's new tokens start; the last entry is T."""
+    context_lens: npt.NDArray[np.int32]
+    """`[S]` tokens before the new ones."""
+    seq_lens: npt.NDArray[np.int32]
+    """`[S]` tokens including the new ones."""
+    slot_mapping: npt.NDArray[np.int64]
+    """`[T]` slot of each new token; -1: its K/V are in the cache already, do not write them."""
+
+
+def make_batch(
+    block_tables: Sequence[npt.NDArray[np.int32]],
+    start_positions: Sequence[int],
+    num_tokens: Sequence[int],
+    first_writable: Sequence[int],
+    block_size: int,
+) -> AttentionBatch:
+    """The batch that computes `num_tokens` tokens of each sequence from its start position on.
+
+    All arguments have one entry per sequence. Tokens at positions below `first_writable` get
+    slot -1. A table may be longer than needed.
+
+    Raises InvalidArgumentError if the lengths differ, a number is negative, or a table is too
+    short for its tokens.
+    """
+    num_sequences = len(block_tables)
+    contexts = _as_column("start_positions", start_positions, num_sequences)
+    queries = _as_column("num_tokens", num_tokens, num_sequences)
+    writable = _as_column("first_writable", first_writable, num_sequences)
+    seq_lens = contexts + queries
+    query_start = np.concatenate([[0], np.cumsum(queries)])
+    if max(seq_lens.max(initial=0), query_start[-1]) > np.iinfo(np.int32).max:
+        raise InvalidArgumentError("num_tokens", "more than 2**31 - 1 tokens")
+    tables = _pad_tables(block_tables, -(-seq_lens // block_size))
+
+    sequence = np.repeat(np.arange(num_sequences), queries)
+    positions = np.arange(query_start[-1]) + (contexts - query_start[:-1])[sequence]
+    block_ids = tables[sequence, positions // block_size].astype(np.int64)
+    slots = block_ids * block_size + positions % block_size
+    slots[positions < writable[sequence]] = -1
+    return AttentionBatch(
+        block_tables=tables,
+        query_start=query_start.astype(np.int32),
+        context_lens=contexts.astype(np.int32),
+        seq_lens=seq_lens.astype(np.int32),
+        slot_mapping=slots,
+    )
+
+
+def _as_column(field: str, numbers: Sequence[int], length: int) -> npt.NDArray[np.int64]:
+    column = np.asarray(numbers, dtype=np.int64)
+    if column.shape != (length,):
+        raise InvalidArgumentError(field, f"{column.size} entries for {length} block tables")
+    if length and column.min() < 0:
+        raise InvalidArgumentError(field, f"must be >= 0, is {column.min()}")
+    return column
+
+
+def _pad_tables(
+    block_tables: Sequence[npt.NDArray[np.int32]], num_used: npt.NDArray[np.int64]
+) -> npt.NDArray[np.int32]:
+    padded = np.full((len(block_tables), num_used.max(initial=0)), -1, dtype=np.int32)
+    for row, (table, used) in enumerate(zip(block_tables, num_used.tolist(), strict=True)):
+        if len(table) < used:
+            raise InvalidArgumentError(
+                "block_tables", f"sequence {row} needs {used} blocks, its table has {len(table)}"
+            )
+        padded[row, :used] = table[:used]
+    return padded

@@ -1,0 +1,33 @@
+"""Twin of `prefill` and of `decode`, which compute the same thing: one row after another."""
+
+from __future__ import annotations
+
+import torch
+
+from prefixcache.attention.batch import AttentionBatch
+
+
+def attention(
+    q: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    batch: AttentionBatch,
+    scale: float,
+) -> torch.Tensor:
+    """Arguments as in the twins, of any dtype; returns `[T, Hq, D] float64`."""
+    _, num_kv_heads, block_size, _ = key_cache.shape
+    group = q.shape[1] // num_kv_heads
+    out = torch.empty(q.shape, dtype=torch.float64)
+    for sequence, context in enumerate(batch.context_lens.tolist()):
+        first, end = batch.query_start[sequence : sequence + 2].tolist()
+        for token in range(first, end):
+            num_visible = context + token - first + 1
+            slots = [divmod(position, block_size) for position in range(num_visible)]
+            table = batch.block_tables[sequence]
+            keys = torch.stack([key_cache[int(table[i]), :, offset] for i, offset in slots])
+            values = torch.stack([value_cache[int(table[i]), :, offset] for i, offset in slots])
+            for head in range(q.shape[1]):
+                scores = keys[:, head // group].double() @ q[token, head].double() * scale
+                weights = torch.softmax(scores, dim=0)
+                out[token, head] = weights @ values[:, head // group].double()
+    return out

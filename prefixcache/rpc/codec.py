@@ -1,0 +1,87 @@
+"""Values <-> message fields that both sides of the wire need.
+
+Owns no connection and no state. Shapes, ranges and lengths of what came from the wire are checked
+by the servicers; here only what cannot be converted raises.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from prefixcache.errors import InvalidArgumentError
+from prefixcache.rpc._pb import attention_pb2, cache_pb2
+from prefixcache.rpc.wire import twin
+from prefixcache.storage.layout import DTYPE_BYTES
+from prefixcache.types import (
+    NO_EXTRA_KEYS,
+    ExtraKeys,
+    HostTensor,
+    Lora,
+    MultimodalItem,
+    PromptEmbeds,
+)
+
+_DATA_TYPES = {
+    "float32": attention_pb2.DATA_TYPE_FLOAT32,
+    "float16": attention_pb2.DATA_TYPE_FLOAT16,
+    "bfloat16": attention_pb2.DATA_TYPE_BFLOAT16,
+}
+_DTYPES = {value: name for name, value in _DATA_TYPES.items()}
+
+
+def extra_keys_from_wire(message: cache_pb2.ExtraKeys) -> ExtraKeys:
+    """Absent and empty are the same; a LoRA path without a name stays visible to the check."""
+    lora = Lora(message.lora.name, message.lora.path)
+    keys = ExtraKeys(
+        lora=lora if lora.name or lora.path else None,
+        multimodal_items=tuple(
+            MultimodalItem(item.identifier, item.offset, item.num_tokens)
+            for item in message.multimodal_items
+        ),
+        cache_salt=message.cache_salt,
+        prompt_embeds=tuple(
+            PromptEmbeds(span.offset, span.num_tokens, tuple(span.digests))
+            for span in message.prompt_embeds
+        ),
+    )
+    return keys or NO_EXTRA_KEYS
+
+
+def extra_keys_to_wire(extra_keys: ExtraKeys) -> Any:
+    """The twin of ExtraKeys, to be set in a twin request."""
+    message = twin("ExtraKeys")()
+    if extra_keys.lora is not None:
+        message.lora.name = extra_keys.lora.name
+        message.lora.path = extra_keys.lora.path
+    for item in extra_keys.multimodal_items:
+        message.multimodal_items.add(
+            identifier=item.identifier, offset=item.offset, num_tokens=item.num_tokens
+        )
+    message.cache_salt = extra_keys.cache_salt
+    for span in extra_keys.prompt_embeds:
+        message.prompt_embeds.add(
+            offset=span.offset, num_tokens=span.num_tokens, digests=span.digests
+        )
+    return message
+
+
+def tensor_from_wire(message: attention_pb2.Tensor, field: str) -> HostTensor:
+    """Raises InvalidArgumentError if the type is unknown or the bytes do not fit the shape."""
+    dtype = _DTYPES.get(message.data_type)
+    if dtype is None:
+        raise InvalidArgumentError(f"{field}.data_type", f"{message.data_type} is not a type")
+    shape = tuple(message.shape)
+    num_bytes = DTYPE_BYTES[dtype]
+    for length in shape:
+        num_bytes *= length
+    if len(message.data) != num_bytes:
+        raise InvalidArgumentError(
+            f"{field}.data",
+            f"holds {len(message.data)} bytes, {dtype} {list(shape)} needs {num_bytes}",
+        )
+    return HostTensor(dtype, shape, message.data)
+
+
+def tensor_to_wire(tensor: HostTensor) -> Any:
+    """The twin of Tensor, to be set in a twin request or reply."""
+    return twin("Tensor")(data_type=_DATA_TYPES[tensor.dtype], shape=tensor.shape, data=tensor.data)

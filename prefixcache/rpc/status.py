@@ -1,0 +1,94 @@
+"""Errors on the wire: one table of error class <-> gRPC status code and reason.
+
+A status carries `google.rpc.ErrorInfo` (domain "prefixcache", the error's reason, its fields and
+the daemon's boot id) and, where a retry can help, `google.rpc.RetryInfo`. The server turns errors
+into statuses with `to_status`, clients turn them back with `from_rpc_error`; neither reads text.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc
+from google.protobuf import any_pb2, duration_pb2
+from google.rpc import error_details_pb2, status_pb2
+from grpc_status import rpc_status
+
+from prefixcache import errors
+from prefixcache.errors import PrefixCacheError
+
+ERROR_DOMAIN = "prefixcache"
+RETRY_DELAY_S = 0.1
+"""Suggested wait before a request that found no room comes again."""
+
+STATUS_CODES: dict[type[PrefixCacheError], grpc.StatusCode] = {
+    errors.InvalidArgumentError: grpc.StatusCode.INVALID_ARGUMENT,
+    errors.NotFoundError: grpc.StatusCode.NOT_FOUND,
+    errors.AlreadyExistsError: grpc.StatusCode.ALREADY_EXISTS,
+    errors.FailedPreconditionError: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.ResourceExhaustedError: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    errors.AbortedError: grpc.StatusCode.ABORTED,
+    errors.UnavailableError: grpc.StatusCode.UNAVAILABLE,
+    errors.DeadlineExceededError: grpc.StatusCode.DEADLINE_EXCEEDED,
+    errors.CancelledCallError: grpc.StatusCode.CANCELLED,
+    errors.InternalError: grpc.StatusCode.INTERNAL,
+}
+"""The classes directly under PrefixCacheError; subclasses share their code."""
+
+_BY_CODE = {code: error for error, code in STATUS_CODES.items()}
+
+
+def _subclasses(base: type[PrefixCacheError]) -> list[type[PrefixCacheError]]:
+    return [base, *(found for child in base.__subclasses__() for found in _subclasses(child))]
+
+
+_BY_REASON = {error.reason: error for error in _subclasses(PrefixCacheError)}
+
+
+def status_code(error: PrefixCacheError) -> grpc.StatusCode:
+    return next(STATUS_CODES[base] for base in type(error).__mro__ if base in STATUS_CODES)
+
+
+def to_status(error: PrefixCacheError, boot_id: bytes) -> grpc.Status:
+    """What a handler aborts with."""
+    info = error_details_pb2.ErrorInfo(reason=error.reason, domain=ERROR_DOMAIN)
+    info.metadata["boot_id"] = boot_id.hex()
+    for name, value in error.fields.items():
+        info.metadata[name] = str(value)
+    status = status_pb2.Status(code=status_code(error).value[0], message=error.message)
+    status.details.append(_packed(info))
+    if isinstance(error, errors.NoRoomError):
+        delay = duration_pb2.Duration(nanos=int(RETRY_DELAY_S * 1e9))
+        status.details.append(_packed(error_details_pb2.RetryInfo(retry_delay=delay)))
+    return rpc_status.to_status(status)
+
+
+def from_rpc_error(error: grpc.RpcError) -> PrefixCacheError:
+    """The error that the server raised, or the closest class for one of gRPC's own."""
+    code = error.code()
+    message = error.details() or code.name
+    info = _error_info(error)
+    if info is not None:
+        fields: dict[str, str | int] = dict(info.metadata)
+        known = _BY_REASON.get(info.reason) or _BY_CODE.get(code, PrefixCacheError)
+        return known.from_wire(message, fields)
+    fallback = _BY_CODE.get(code, PrefixCacheError)
+    return fallback.from_wire(f"{code.name}: {message}", {})
+
+
+def _packed(message: error_details_pb2.ErrorInfo | error_details_pb2.RetryInfo) -> any_pb2.Any:
+    detail = any_pb2.Any()
+    detail.Pack(message)
+    return detail
+
+
+def _error_info(error: grpc.RpcError) -> error_details_pb2.ErrorInfo | None:
+    metadata: Any = error.trailing_metadata() or ()
+    for key, value in metadata:
+        if key == "grpc-status-details-bin":
+            status = status_pb2.Status.FromString(value)
+            for detail in status.details:
+                info = error_details_pb2.ErrorInfo()
+                if detail.Unpack(info) and info.domain == ERROR_DOMAIN:
+                    return info
+    return None

@@ -1,0 +1,104 @@
+"""Services and messages by name, and the twins of messages that carry columns.
+
+A column (`repeated fixed32` or `repeated fixed64`) is packed little-endian bytes on the wire, but
+filling or reading one through protobuf's Python API costs a Python step per element. The *twin*
+of a message declares each column as `bytes` under the same field number: the same bytes on the
+wire, and numpy reads and writes them at once. Clients write requests and read replies through
+twins; the server writes replies through twins and reads requests through the declared messages,
+since a foreign client may send a column unpacked or in pieces, which is legal. The twins are made
+from the descriptors, so there is no second .proto to keep in step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+from google.protobuf.message import Message
+
+from prefixcache.rpc._pb import admin_pb2, attention_pb2, cache_pb2
+
+_FILES = (cache_pb2.DESCRIPTOR, attention_pb2.DESCRIPTOR, admin_pb2.DESCRIPTOR)
+_Field = descriptor_pb2.FieldDescriptorProto
+_COLUMN_TYPES = (_Field.TYPE_FIXED32, _Field.TYPE_FIXED64)
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """One RPC: `path` is `/package.Service/Name`; requests and replies as declared."""
+
+    service: str
+    name: str
+    request: type[Message]
+    response: type[Message]
+
+    @property
+    def path(self) -> str:
+        return f"/{self.service}/{self.name}"
+
+
+def methods() -> Iterator[Method]:
+    """Every RPC of every service."""
+    for file in _FILES:
+        for service in file.services_by_name.values():
+            for method in service.methods:
+                yield Method(
+                    service.full_name,
+                    method.name,
+                    message_factory.GetMessageClass(method.input_type),
+                    message_factory.GetMessageClass(method.output_type),
+                )
+
+
+def service_names() -> list[str]:
+    return sorted({method.service for method in methods()})
+
+
+def _make_twins() -> dict[str, type[Message]]:
+    pool = descriptor_pool.DescriptorPool()
+    for file in _FILES:
+        proto = descriptor_pb2.FileDescriptorProto()
+        file.CopyToProto(proto)
+        for message in proto.message_type:
+            for field in message.field:
+                if field.type in _COLUMN_TYPES and field.label == _Field.LABEL_REPEATED:
+                    field.type = _Field.TYPE_BYTES
+                    field.label = _Field.LABEL_OPTIONAL
+        pool.Add(proto)
+    return {
+        message: message_factory.GetMessageClass(
+            pool.FindMessageTypeByName(file.message_types_by_name[message].full_name)
+        )
+        for file in _FILES
+        for message in file.message_types_by_name
+    }
+
+
+_TWINS = _make_twins()
+
+
+def twin(message: str) -> Any:
+    """The class of the twin of the message of that name."""
+    return _TWINS[message]
+
+
+def column32(values: npt.ArrayLike) -> bytes:
+    """Values as the bytes of a packed `repeated fixed32`. The caller has checked the range."""
+    return np.asarray(values, dtype="<u4").tobytes()
+
+
+def column64(values: npt.ArrayLike) -> bytes:
+    return np.asarray(values, dtype="<u8").tobytes()
+
+
+def read_column32(data: bytes) -> npt.NDArray[np.uint32]:
+    """A read-only view of a twin's column."""
+    return np.frombuffer(data, dtype="<u4")
+
+
+def read_column64(data: bytes) -> npt.NDArray[np.uint64]:
+    return np.frombuffer(data, dtype="<u8")

@@ -1,0 +1,1 @@
+"""The daemon: servicers over the core, and its life cycle."""

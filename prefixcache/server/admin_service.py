@@ -1,0 +1,59 @@
+"""AdminService: what operators ask."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+
+from prefixcache.errors import InvalidArgumentError
+from prefixcache.rpc._pb import admin_pb2
+from prefixcache.server.daemon import Daemon
+
+DEFAULT_PAGE_SIZE = 100
+MAX_PAGE_SIZE = 1000
+
+
+class AdminService:
+    def __init__(self, daemon: Daemon) -> None:
+        self._daemon = daemon
+        self._sequences = daemon.sequences
+
+    def get_stats(self, request: admin_pb2.GetStatsRequest) -> admin_pb2.GetStatsResponse:
+        with self._sequences.lock:
+            stats = self._sequences.stats()
+        return admin_pb2.GetStatsResponse(
+            **dataclasses.asdict(stats), uptime_s=self._daemon.uptime_s()
+        )
+
+    def reset_cache(self, request: admin_pb2.ResetCacheRequest) -> admin_pb2.ResetCacheResponse:
+        with self._sequences.lock:
+            num_dropped = self._sequences.reset(force=request.force)
+        return admin_pb2.ResetCacheResponse(num_dropped=num_dropped)
+
+    def list_sequences(
+        self, request: admin_pb2.ListSequencesRequest
+    ) -> admin_pb2.ListSequencesResponse:
+        page_size = request.page_size or DEFAULT_PAGE_SIZE
+        if page_size > MAX_PAGE_SIZE:
+            raise InvalidArgumentError("page_size", f"is {page_size}, at most {MAX_PAGE_SIZE}")
+        if request.page_token and not request.page_token.isdecimal():
+            raise InvalidArgumentError("page_token", "is not from a reply of this call")
+        after = int(request.page_token or 0)
+        with self._sequences.lock:
+            page = self._sequences.live.list_after(after, page_size + 1)
+        shown = page[:page_size]
+        return admin_pb2.ListSequencesResponse(
+            sequences=[
+                admin_pb2.SequenceInfo(
+                    sequence_id=info.sequence_id,
+                    owner_digest=hashlib.sha256(info.owner).hexdigest()[:16],
+                    num_tokens=info.num_tokens,
+                    num_computed_tokens=info.num_computed_tokens,
+                    num_cached_tokens=info.num_cached_tokens,
+                    num_blocks=info.num_blocks,
+                    age_s=info.age_s,
+                )
+                for info in shown
+            ],
+            next_page_token=str(shown[-1].serial) if len(page) > page_size else "",
+        )

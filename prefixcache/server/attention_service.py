@@ -1,0 +1,48 @@
+"""AttentionService: check, convert, one call of the engine, reply."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from prefixcache.errors import InvalidArgumentError, NoStorageError
+from prefixcache.rpc import codec
+from prefixcache.rpc._pb import attention_pb2
+from prefixcache.rpc.wire import twin
+from prefixcache.server import checks
+from prefixcache.server.daemon import Daemon
+
+
+class AttentionService:
+    def __init__(self, daemon: Daemon) -> None:
+        self._engine = daemon.engine
+
+    def prefill(self, request: attention_pb2.PrefillRequest) -> Any:
+        if self._engine is None:
+            raise NoStorageError
+        out = self._engine.prefill(*_arguments(request))
+        return twin("PrefillResponse")(out=codec.tensor_to_wire(out))
+
+    def decode(self, request: attention_pb2.DecodeRequest) -> Any:
+        if self._engine is None:
+            raise NoStorageError
+        out = self._engine.decode(*_arguments(request))
+        return twin("DecodeResponse")(out=codec.tensor_to_wire(out))
+
+
+def _arguments(request: attention_pb2.PrefillRequest | attention_pb2.DecodeRequest) -> Any:
+    batch = request.batch
+    owner = checks.owner(batch.owner)
+    checks.equal_lengths(batch, "sequence_ids", "start_positions", "num_tokens")
+    checks.distinct(batch.sequence_ids)
+    if 0 in batch.num_tokens:
+        raise InvalidArgumentError("batch.num_tokens", "is 0 in some row")
+    scale = batch.scale if batch.HasField("scale") else None
+    if scale is not None and not math.isfinite(scale):
+        raise InvalidArgumentError("batch.scale", f"is {scale}")
+    tensors = tuple(
+        codec.tensor_from_wire(tensor, name)
+        for name, tensor in (("q", request.q), ("k", request.k), ("v", request.v))
+    )
+    columns = (list(batch.sequence_ids), list(batch.start_positions), list(batch.num_tokens))
+    return owner, batch.layer, columns, tensors, scale

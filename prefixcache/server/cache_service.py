@@ -1,0 +1,185 @@
+"""PrefixCacheService: check, convert, one call of the core under its lock, reply.
+
+Hashing a prompt happens before the lock is taken. Safe to call from many threads.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from prefixcache.core.sequence import AppendRow, CommitRow
+from prefixcache.errors import (
+    DrainingError,
+    FingerprintMismatchError,
+    InvalidArgumentError,
+    StorageOwnedError,
+)
+from prefixcache.rpc._pb import cache_pb2
+from prefixcache.rpc.wire import column32, column64, twin
+from prefixcache.server import checks
+from prefixcache.server.daemon import Daemon
+
+
+class CacheService:
+    def __init__(self, daemon: Daemon) -> None:
+        self._daemon = daemon
+        self._sequences = daemon.sequences
+        self._block_size = daemon.sequences.pool.block_size
+
+    def get_server_info(
+        self, request: cache_pb2.GetServerInfoRequest
+    ) -> cache_pb2.GetServerInfoResponse:
+        self._check_fingerprint(request.expected_fingerprint)
+        return self._daemon.info
+
+    def lookup(self, request: cache_pb2.LookupRequest) -> Any:
+        token_ids, extra_keys = checks.prompt(request, self._block_size)
+        full_hit = checks.full_hit(request.full_hit)
+        prompt = self._sequences.prepare(token_ids, extra_keys)
+        with self._sequences.lock:
+            found = self._sequences.lookup(prompt, request.num_lookahead_tokens, full_hit)
+        hashes = prompt.chain.hashes if request.want_hashes and prompt.chain else ()
+        return cache_pb2.LookupResponse(
+            num_cached_tokens=found.num_cached_tokens,
+            num_cached_blocks=found.num_cached_blocks,
+            num_blocks_needed=found.num_blocks_needed,
+            num_blocks_free=found.num_blocks_free,
+            block_hashes=hashes,
+        )
+
+    def allocate(self, request: cache_pb2.AllocateRequest) -> Any:
+        owner = checks.owner(request.owner)
+        request_id = checks.request_id(request.request_id)
+        token_ids, extra_keys = checks.prompt(request, self._block_size)
+        cache_use = checks.cache_use(request.cache_use)
+        full_hit = checks.full_hit(request.full_hit)
+        self._check_fingerprint(request.layout_fingerprint)
+        self._check_not_draining()
+        prompt = self._sequences.prepare(token_ids, extra_keys)
+        with self._sequences.lock:
+            allocated = self._sequences.allocate(
+                owner,
+                request_id,
+                prompt,
+                num_lookahead_tokens=request.num_lookahead_tokens,
+                cache_use=cache_use,
+                full_hit=full_hit,
+                resumed=request.resumed,
+            )
+        return twin("AllocateResponse")(
+            sequence_id=allocated.sequence_id,
+            num_cached_tokens=allocated.num_cached_tokens,
+            block_ids=column32(allocated.block_ids),
+        )
+
+    def append(self, request: cache_pb2.AppendRequest) -> Any:
+        owner = checks.owner(request.owner)
+        rows = self._append_rows(request)
+        if self._daemon.engine is not None:
+            results = self._daemon.engine.append(owner, rows)
+        else:
+            with self._sequences.lock:
+                results = self._sequences.append(owner, rows)
+        copies = [copy for result in results for copy in result.copies]
+        return twin("AppendResponse")(
+            result_codes=column32([result.code for result in results]),
+            num_new_blocks=column32([len(result.new_block_ids) for result in results]),
+            new_block_ids=column32([i for result in results for i in result.new_block_ids]),
+            num_copies=column32([len(result.copies) for result in results]),
+            copy_sources=column32([copy.source for copy in copies]),
+            copy_destinations=column32([copy.destination for copy in copies]),
+            num_blocks_free=self._sequences.pool.num_free,
+        )
+
+    def commit(self, request: cache_pb2.CommitRequest) -> Any:
+        owner = checks.owner(request.owner)
+        checks.equal_lengths(request, "sequence_ids", "start_positions", "num_computed_tokens")
+        checks.distinct(request.sequence_ids)
+        if self._daemon.engine is not None:
+            raise StorageOwnedError
+        rows = map(
+            CommitRow, request.sequence_ids, request.start_positions, request.num_computed_tokens
+        )
+        with self._sequences.lock:
+            results = self._sequences.commit(owner, rows)
+        return twin("CommitResponse")(
+            result_codes=column32([result.code for result in results]),
+            num_cached_blocks=column32([result.num_cached_blocks for result in results]),
+        )
+
+    def fork(self, request: cache_pb2.ForkRequest) -> Any:
+        owner = checks.owner(request.owner)
+        request_ids = [checks.request_id(r, "request_ids") for r in request.request_ids]
+        limit = self._daemon.info.limits.max_fork_children
+        if not 1 <= len(request_ids) <= limit:
+            raise InvalidArgumentError(
+                "request_ids", f"has {len(request_ids)} entries, must have 1 to {limit}"
+            )
+        if any(request_ids) and len(set(request_ids) - {""}) < len(request_ids):
+            raise InvalidArgumentError("request_ids", "must all be empty, or all be different")
+        self._check_not_draining()
+        with self._sequences.lock:
+            children = self._sequences.fork(
+                owner, request.sequence_id, request.num_tokens, request_ids
+            )
+        return twin("ForkResponse")(sequence_ids=column64(children))
+
+    def truncate(self, request: cache_pb2.TruncateRequest) -> Any:
+        owner = checks.owner(request.owner)
+        with self._sequences.lock:
+            dropped = self._sequences.truncate(
+                owner, request.sequence_id, request.num_tokens_before, request.num_tokens_after
+            )
+        return twin("TruncateResponse")(dropped_block_ids=column32(dropped))
+
+    def free(self, request: cache_pb2.FreeRequest) -> Any:
+        owner = checks.owner(request.owner)
+        with self._sequences.lock:
+            codes = self._sequences.free(owner, request.sequence_ids)
+        return twin("FreeResponse")(result_codes=column32(codes))
+
+    def _append_rows(self, request: cache_pb2.AppendRequest) -> list[AppendRow]:
+        num_rows = checks.equal_lengths(request, "sequence_ids", "start_positions", "num_tokens")
+        checks.distinct(request.sequence_ids)
+        zeros = [0] * num_rows
+        num_kv_valid = request.num_kv_valid or zeros
+        num_lookahead = request.num_lookahead_tokens or zeros
+        for name, values in (
+            ("num_kv_valid", num_kv_valid),
+            ("num_lookahead_tokens", num_lookahead),
+        ):
+            if len(values) != num_rows:
+                raise InvalidArgumentError(name, f"has {len(values)} rows, must have {num_rows}")
+        token_ids = checks.column(request.token_ids)
+        ends = np.cumsum(request.num_tokens, dtype=np.int64).tolist()
+        if ends[-1] != len(token_ids):
+            raise InvalidArgumentError(
+                "token_ids", f"has {len(token_ids)} tokens, num_tokens sums to {ends[-1]}"
+            )
+        if any(map(int.__gt__, num_kv_valid, request.num_tokens)):
+            raise InvalidArgumentError("num_kv_valid", "is larger than num_tokens in some row")
+        extra_keys = checks.append_extra_keys(request, num_rows, self._block_size)
+        starts = [0, *ends[:-1]]
+        return [
+            AppendRow(sequence_id, position, token_ids[start:end], valid, lookahead, keys)
+            for sequence_id, position, start, end, valid, lookahead, keys in zip(
+                request.sequence_ids,
+                request.start_positions,
+                starts,
+                ends,
+                num_kv_valid,
+                num_lookahead,
+                extra_keys,
+                strict=True,
+            )
+        ]
+
+    def _check_fingerprint(self, given: bytes) -> None:
+        if given and given != self._daemon.info.layout_fingerprint:
+            raise FingerprintMismatchError(given, self._daemon.info.layout_fingerprint)
+
+    def _check_not_draining(self) -> None:
+        if self._daemon.is_draining:
+            raise DrainingError

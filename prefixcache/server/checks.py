@@ -1,0 +1,95 @@
+"""What every request must satisfy before it reaches the core.
+
+Each check raises InvalidArgumentError with the field's name and the limit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sized
+from typing import Any
+
+import numpy as np
+
+from prefixcache.core.hashing import check_extra_keys
+from prefixcache.errors import InvalidArgumentError
+from prefixcache.rpc import codec
+from prefixcache.types import NO_EXTRA_KEYS, CacheUse, ExtraKeys, FullHit, TokenIds
+
+OWNER_BYTES = 16
+MAX_REQUEST_ID_BYTES = 256
+
+
+def owner(value: bytes) -> bytes:
+    if len(value) != OWNER_BYTES:
+        raise InvalidArgumentError("owner", f"has {len(value)} bytes, must have {OWNER_BYTES}")
+    return value
+
+
+def request_id(value: str, field: str = "request_id") -> str:
+    if len(value.encode()) > MAX_REQUEST_ID_BYTES:
+        raise InvalidArgumentError(field, f"is longer than {MAX_REQUEST_ID_BYTES} bytes")
+    return value
+
+
+def prompt(request: Any, block_size: int) -> tuple[TokenIds, ExtraKeys]:
+    """Token ids and extra keys of a Lookup or an Allocate."""
+    token_ids = column(request.token_ids)
+    if not len(token_ids):
+        raise InvalidArgumentError("token_ids", "is empty, a prompt has at least one token")
+    extra_keys = codec.extra_keys_from_wire(request.extra_keys)
+    if extra_keys:
+        check_extra_keys(extra_keys, 0, len(token_ids), block_size)
+    return token_ids, extra_keys
+
+
+def column(field: Any) -> TokenIds:
+    """A `repeated fixed32` as `[n] uint32`, without a Python step per element."""
+    return np.array(field, dtype=np.uint32)
+
+
+def equal_lengths(request: Any, *fields: str) -> int:
+    """All columns have as many rows as the first; returns how many."""
+    num_rows = len(getattr(request, fields[0]))
+    if not num_rows:
+        raise InvalidArgumentError(fields[0], "is empty")
+    for field in fields[1:]:
+        length = len(getattr(request, field))
+        if length != num_rows:
+            raise InvalidArgumentError(field, f"has {length} rows, {fields[0]} has {num_rows}")
+    return num_rows
+
+
+def distinct(sequence_ids: Sized, field: str = "sequence_ids") -> None:
+    if len(set(sequence_ids)) < len(sequence_ids):  # type: ignore[call-overload]
+        raise InvalidArgumentError(field, "holds one sequence twice")
+
+
+def cache_use(value: int) -> CacheUse:
+    try:
+        return CacheUse(value or CacheUse.READ_WRITE)
+    except ValueError:
+        raise InvalidArgumentError("cache_use", f"{value} is not a value") from None
+
+
+def full_hit(value: int) -> FullHit:
+    try:
+        return FullHit(value or FullHit.LAST_TOKEN)
+    except ValueError:
+        raise InvalidArgumentError("full_hit", f"{value} is not a value") from None
+
+
+def append_extra_keys(request: Any, num_rows: int, block_size: int) -> list[ExtraKeys]:
+    """The extra keys of each row of an Append."""
+    by_row = [NO_EXTRA_KEYS] * num_rows
+    for entry in request.extra_keys:
+        if entry.row >= num_rows or by_row[entry.row]:
+            raise InvalidArgumentError("extra_keys.row", f"{entry.row} is no row, or stands twice")
+        keys = codec.extra_keys_from_wire(entry.extra_keys)
+        if keys.lora or keys.cache_salt:
+            raise InvalidArgumentError(
+                "extra_keys.extra_keys", "lora and cache_salt belong to Allocate"
+            )
+        start = request.start_positions[entry.row]
+        check_extra_keys(keys, start, start + request.num_tokens[entry.row], block_size)
+        by_row[entry.row] = keys
+    return by_row

@@ -1,0 +1,142 @@
+"""One daemon's parts: block manager, K/V memory, and what GetServerInfo says of them.
+
+Constructors below take plain values; configuration is the life cycle's business. torch is
+imported only if there is K/V storage.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from prefixcache import __version__
+from prefixcache.core.hashing import HASH_ALGORITHMS, HASH_RECIPE_VERSION, Hasher
+from prefixcache.core.pool import Pool
+from prefixcache.core.sequences import Sequences
+from prefixcache.rpc._pb import cache_pb2
+from prefixcache.storage.layout import KVLayout, fingerprint
+
+if TYPE_CHECKING:
+    from prefixcache.engine import Engine
+
+API_VERSION = "v1"
+
+
+@dataclass(frozen=True, slots=True)
+class CacheOptions:
+    """How blocks are hashed and kept. `verify_hits` None: on for digests that can collide."""
+
+    num_blocks: int
+    block_size: int = 16
+    hash_algorithm: str = "sha256_cbor"
+    hash_seed: str | None = None
+    verify_hits: bool | None = None
+    prefix_caching: bool = True
+    owner_ttl_s: float = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOptions:
+    """Whose K/V the pool holds. `layout` None: none, the clients own their memory."""
+
+    layout: KVLayout | None = None
+    device: str = "cpu"
+    name: str = ""
+    revision: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class LimitOptions:
+    max_message_bytes: int = 256 * 2**20
+    max_fork_children: int = 256
+
+
+class Daemon:
+    """Everything that the servicers need. `is_draining` refuses new sequences."""
+
+    def __init__(
+        self,
+        cache: CacheOptions,
+        model: ModelOptions | None = None,
+        limits: LimitOptions | None = None,
+    ) -> None:
+        model, limits = model or ModelOptions(), limits or LimitOptions()
+        algorithm = HASH_ALGORITHMS[cache.hash_algorithm]
+        verify = not algorithm.is_cryptographic if cache.verify_hits is None else cache.verify_hits
+        hasher = Hasher(algorithm, cache.hash_seed, cache.block_size)
+        self.boot_id = secrets.token_bytes(16)
+        self.is_draining = False
+        self._started_s = time.monotonic()
+        self.sequences = Sequences(
+            Pool(cache.num_blocks, cache.block_size, verify),
+            hasher,
+            num_layers=model.layout.num_layers if model.layout else 1,
+            caching=cache.prefix_caching,
+            owner_ttl_s=cache.owner_ttl_s,
+        )
+        self.engine = self._make_engine(model, cache.num_blocks)
+        self.info = self._make_info(cache, model, limits, verify)
+
+    def uptime_s(self) -> float:
+        return time.monotonic() - self._started_s
+
+    def close(self) -> None:
+        """Give the K/V memory back. No call may be running."""
+        if self.engine is not None:
+            self.engine.memory.close()
+
+    def _make_engine(self, model: ModelOptions, num_blocks: int) -> Engine | None:
+        if model.layout is None:
+            return None
+        from prefixcache.engine import Engine
+        from prefixcache.storage.pool_memory import PoolMemory
+
+        return Engine(self.sequences, PoolMemory(model.layout, num_blocks, model.device))
+
+    def _make_info(
+        self, cache: CacheOptions, model: ModelOptions, limits: LimitOptions, verify: bool
+    ) -> cache_pb2.GetServerInfoResponse:
+        layout, hasher = model.layout, self.sequences.hasher
+        return cache_pb2.GetServerInfoResponse(
+            api_version=API_VERSION,
+            server_version=__version__,
+            boot_id=self.boot_id,
+            layout=layout_to_wire(layout) if layout else None,
+            layout_fingerprint=fingerprint(
+                layout,
+                block_size=cache.block_size,
+                model_name=model.name,
+                model_revision=model.revision,
+                hash_algorithm=cache.hash_algorithm,
+            ),
+            num_blocks=cache.num_blocks,
+            block_size=cache.block_size,
+            device=model.device if layout else "none",
+            hash_algorithm=cache.hash_algorithm,
+            hash_recipe_version=HASH_RECIPE_VERSION,
+            hash_seeded=hasher.is_seeded,
+            none_hash_digest=hashlib.sha256(hasher.none_hash).digest(),
+            verify_hits=verify,
+            prefix_caching=cache.prefix_caching,
+            limits=cache_pb2.Limits(
+                max_message_bytes=limits.max_message_bytes,
+                max_fork_children=limits.max_fork_children,
+            ),
+            capabilities=["attention"] if layout else ["commit"],
+            model_name=model.name,
+            model_revision=model.revision,
+            owner_ttl_s=cache.owner_ttl_s,
+        )
+
+
+def layout_to_wire(layout: KVLayout) -> cache_pb2.KVLayout:
+    return cache_pb2.KVLayout(
+        num_layers=layout.num_layers,
+        num_kv_heads=layout.num_kv_heads,
+        head_dim=layout.head_dim,
+        dtype=layout.dtype,
+        block_bytes=layout.block_bytes,
+    )
