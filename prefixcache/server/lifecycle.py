@@ -1,0 +1,189 @@
+"""A daemon from configuration to exit: build, listen, wait for a signal, drain.
+
+The only part of the server that sees the configuration, the environment and signals.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+
+import structlog
+
+from prefixcache.address import (
+    Address,
+    UnixAddress,
+    check_socket_folder,
+    default_listen_address,
+)
+from prefixcache.config import ServeConfig
+from prefixcache.core.sequences import Sequences
+from prefixcache.errors import InvalidArgumentError
+from prefixcache.server.daemon import CacheOptions, Daemon, LimitOptions, ModelOptions
+from prefixcache.server.logs import configure_logs
+from prefixcache.server.rpc_server import RpcServer
+from prefixcache.server.unix_socket import SocketClaim
+from prefixcache.storage.layout import KVLayout, layout_from_model_config, num_blocks_for_memory
+
+_log = structlog.get_logger(__name__)
+
+_MAX_SWEEP_INTERVAL_S = 10.0
+_SWEEPS_A_TTL = 10
+
+
+def run(config: ServeConfig) -> int:
+    """Serve until SIGTERM or SIGINT; returns the exit code. A second signal ends at once.
+
+    Raises InvalidArgumentError, naming the flag, if the daemon cannot be made as configured.
+    """
+    configure_logs(config.process.log_format, config.process.log_level)
+    stop = threading.Event()
+    with _stop_on_signals(stop), ExitStack() as resources:
+        daemon = make_daemon(config)
+        resources.callback(daemon.close)
+        server = RpcServer(daemon, max_workers=config.network.max_workers)
+        addresses = config.network.addresses or (default_listen_address(os.environ),)
+        bound = [_listen(server, address, resources) for address in addresses]
+        server.start()
+        sweeper = threading.Thread(
+            target=_sweep, args=(daemon.sequences, config.cache.owner_ttl, stop), name="sweeper"
+        )
+        sweeper.start()
+        for warning in config.warnings:
+            _log.warning(warning)
+        _log_start(daemon, bound)
+        stop.wait()
+        _log.info("stopping", drain_timeout_s=config.process.drain_timeout)
+        server.stop(config.process.drain_timeout)
+        sweeper.join()
+    _log.info("stopped")
+    return 0
+
+
+def make_daemon(config: ServeConfig) -> Daemon:
+    """The daemon that a configuration describes, with its memory allocated."""
+    model = _model_options(config)
+    num_blocks = _num_blocks(config, model)
+    if config.process.threads is not None and model.layout is not None:
+        import torch
+
+        torch.set_num_threads(config.process.threads)
+    seed = config.cache.hash_seed
+    return Daemon(
+        CacheOptions(
+            num_blocks=num_blocks,
+            block_size=config.pool.block_size,
+            hash_algorithm=config.cache.hash_algorithm,
+            hash_seed=seed.get_secret_value() if seed is not None else None,
+            verify_hits=config.cache.verify_hits,
+            prefix_caching=config.cache.prefix_caching,
+            owner_ttl_s=config.cache.owner_ttl,
+        ),
+        model,
+        LimitOptions(config.network.max_message_bytes, config.cache.max_fork_children),
+    )
+
+
+def _model_options(config: ServeConfig) -> ModelOptions:
+    model, storage = config.model, config.pool.storage
+    options = ModelOptions(name=model.model_name, revision=model.model_revision)
+    if storage == "none":
+        return options
+    if storage == "auto":
+        from prefixcache.attention.device import default_device
+
+        return replace(options, layout=_layout(config), device=default_device())
+    return replace(options, layout=_layout(config), device=storage)
+
+
+def _layout(config: ServeConfig) -> KVLayout:
+    model = config.model
+    if model.model_config_path is not None:
+        return layout_from_model_config(
+            model.model_config_path, config.pool.block_size, model.dtype
+        )
+    # `ServeConfig` has checked that all of them are given.
+    assert model.num_layers is not None
+    assert model.num_kv_heads is not None
+    assert model.head_dim is not None
+    assert model.dtype is not None
+    return KVLayout(
+        num_layers=model.num_layers,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        block_size=config.pool.block_size,
+        dtype=model.dtype,
+    )
+
+
+def _num_blocks(config: ServeConfig, model: ModelOptions) -> int:
+    if config.pool.num_blocks is not None:
+        return config.pool.num_blocks
+    assert model.layout is not None  # `PoolSection` has checked: without storage it is given.
+    free_gpu_bytes = None
+    if model.device == "cuda":
+        import torch
+
+        free_gpu_bytes = torch.cuda.mem_get_info()[0]
+    return num_blocks_for_memory(model.layout, config.pool.memory_bytes(free_gpu_bytes))
+
+
+def _listen(server: RpcServer, address: Address, resources: ExitStack) -> str:
+    if not isinstance(address, UnixAddress):
+        return server.listen(address.target)
+    try:
+        check_socket_folder(address)
+    except ValueError as error:
+        raise InvalidArgumentError("--listen", str(error)) from None
+    claim = resources.enter_context(SocketClaim(Path(address.path)))
+    bound = server.listen(address.target)
+    claim.open_to_group()
+    return bound
+
+
+def _sweep(sequences: Sequences, owner_ttl_s: float, stop: threading.Event) -> None:
+    interval_s = min(owner_ttl_s / _SWEEPS_A_TTL, _MAX_SWEEP_INTERVAL_S)
+    while not stop.wait(interval_s):
+        with sequences.lock:
+            num_expired = sequences.expire()
+        if num_expired:
+            _log.info("sequences of silent owners freed", sequences=num_expired)
+
+
+@contextmanager
+def _stop_on_signals(stop: threading.Event) -> Iterator[None]:
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        if stop.is_set():
+            os._exit(128 + number)
+        stop.set()
+
+    previous = {
+        number: signal.signal(number, on_signal) for number in (signal.SIGTERM, signal.SIGINT)
+    }
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _log_start(daemon: Daemon, addresses: list[str]) -> None:
+    info = daemon.info
+    _log.info(
+        "serving",
+        addresses=addresses,
+        num_blocks=info.num_blocks,
+        block_size=info.block_size,
+        device=info.device,
+        hash_algorithm=info.hash_algorithm,
+        hash_seeded=info.hash_seeded,
+        pid=os.getpid(),
+    )
+    if not info.hash_seeded:
+        _log.info("no --hash-seed: block hashes of this start match no other daemon's")
