@@ -1,0 +1,98 @@
+"""The command line: `prefixcache serve | info | stats | lookup | replay`.
+
+Owns the list of commands and the exit codes: 0 ok, 1 failure, 2 usage. Each command is the
+function of its name in the module of its name, which is imported only when it is called: the
+daemon and the clients load much that `--help` and `--version` do not need.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Annotated, Any, NoReturn
+
+import typer
+from typer.core import TyperGroup
+
+from prefixcache import __version__
+from prefixcache.errors import InvalidArgumentError, PrefixCacheError
+
+__all__ = ["COMMANDS", "app", "main"]
+
+EXIT_FAILURE = 1
+EXIT_USAGE = 2
+
+COMMANDS = {
+    "serve": "Run the daemon until SIGTERM or SIGINT.",
+    "info": "Show what a daemon is: version, pool, K/V layout, hashing and limits.",
+    "stats": "Show the hit rate, the pool's fill and other counts of a daemon.",
+    "lookup": "Ask how much of a prompt is cached; changes nothing.",
+    "replay": "Count hits and evictions of a request trace, exactly.",
+}
+"""Commands and the first line of their help."""
+
+# In markdown, brackets in a help text are text, and its lines are joined.
+_TYPER: dict[str, Any] = {"pretty_exceptions_enable": False, "rich_markup_mode": "markdown"}
+
+
+def load_command(name: str) -> Any:
+    """The typer command `name`, with its options."""
+    function = getattr(importlib.import_module(f"prefixcache.cli.{name}"), name)
+    single = typer.Typer(add_completion=False, **_TYPER)
+    single.command(name)(function)
+    return typer.main.get_command(single)
+
+
+class _Commands(TyperGroup):
+    """Loads a command when it is called; the placeholders are enough to list them."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name, command, rest = super().resolve_command(ctx, args)
+        return name, load_command(name) if name in COMMANDS else command, rest
+
+
+app = typer.Typer(
+    name="prefixcache",
+    cls=_Commands,
+    no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    **_TYPER,
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"prefixcache {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Show the version and exit."
+        ),
+    ] = False,
+) -> None:
+    """Share the K/V blocks of common prompt prefixes between inference engines."""
+
+
+def _placeholder() -> None:
+    raise AssertionError("resolve_command has put the command in its place")
+
+
+for _name, _help in COMMANDS.items():
+    app.command(_name, help=_help)(_placeholder)
+
+
+def main(args: list[str] | None = None) -> NoReturn:
+    """Run the command line and exit; errors of ours become one line on standard error."""
+    try:
+        app(args=args, prog_name="prefixcache")
+    except InvalidArgumentError as error:
+        typer.echo(f"prefixcache: {error}", err=True)
+        raise SystemExit(EXIT_USAGE) from None
+    except PrefixCacheError as error:
+        typer.echo(f"prefixcache: {error}", err=True)
+        raise SystemExit(EXIT_FAILURE) from None
+    raise SystemExit(0)

@@ -1,0 +1,32 @@
+"""`prefixcache info`: what a daemon says of itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+
+from prefixcache.cli.daemon import DEFAULT_TIMEOUT_S, AsJson, Target, Timeout, connect
+from prefixcache.cli.output import label, print_json, print_rows, show
+
+
+def info(
+    target: Target = None, timeout: Timeout = DEFAULT_TIMEOUT_S, as_json: AsJson = False
+) -> None:
+    """Show what a daemon is: version, pool, K/V layout, hashing and limits."""
+    with connect(target, timeout) as client:
+        answer = client.server_info()
+    if as_json:
+        print_json(answer)
+    else:
+        print_rows(list(_rows(answer)))
+
+
+def _rows(answer: object) -> Iterator[tuple[str, str]]:
+    assert is_dataclass(answer)
+    for field in fields(answer):
+        value = getattr(answer, field.name)
+        if not is_dataclass(value):
+            yield label(field.name), show(field.name, value)
+            continue
+        for part in fields(value):
+            yield f"{field.name} {label(part.name)}", show(part.name, getattr(value, part.name))

@@ -1,0 +1,331 @@
+"""What `prefixcache serve` can be told: frozen sections, one field a setting.
+
+A field states name, type, bounds, default, unit and help once; `prefixcache.options` derives its
+flag, environment name and file key, and makes a config of a flat mapping. Names are unique over
+all sections.
+
+Constructors only check values: they read neither the environment, nor files, nor the host;
+`prefixcache.cli.load_config` does. Only the command line and the server's life cycle see this
+module. Immutable, so any thread may read.
+
+Raises InvalidArgumentError whose `field` is the flag.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import BeforeValidator, Field, SecretStr, model_validator
+from pydantic_settings import (
+    BaseSettings,
+    NoDecode,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+)
+
+from prefixcache.address import Address, TcpAddress, parse_address
+from prefixcache.errors import InvalidArgumentError
+from prefixcache.sizes import format_size, parse_size
+
+ENV_PREFIX = "PREFIXCACHE_"
+DEFAULT_CPU_MEMORY_BYTES = 2**30
+DEFAULT_GPU_MEMORY_FRACTION = 0.8
+MIN_SAFE_SEED_LENGTH = 16
+
+_MAX_GRPC_MESSAGE_BYTES = 2**31 - 1  # gRPC keeps the limit in a C int
+_MAX_BLOCKS = 2**31 - 1  # block ids are int32
+_MAX_BLOCK_SIZE = 1024
+
+
+def _split_list(value: object) -> object:
+    """An environment variable holds a list with commas."""
+    if isinstance(value, str):
+        return [part.strip() for part in value.split(",") if part.strip()]
+    return value
+
+
+Size = Annotated[int, BeforeValidator(parse_size)]
+"""Bytes."""
+# NoDecode: pydantic-settings would else expect JSON in the environment.
+StringList = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split_list)]
+
+
+def _setting(default: object, text: str, *, unit: str = "", **field: Any) -> Any:
+    return Field(default, description=text, json_schema_extra={"unit": unit}, **field)
+
+
+class Section(BaseSettings):
+    """Base of the sections; `title` heads their flags in the help."""
+
+    # An alias gets the prefix too. populate_by_name lets Python callers use the attribute.
+    model_config = SettingsConfigDict(
+        allow_inf_nan=False,
+        env_ignore_empty=True,
+        env_prefix=ENV_PREFIX,
+        env_prefix_target="all",
+        extra="forbid",
+        frozen=True,
+        hide_input_in_errors=True,
+        populate_by_name=True,
+        protected_namespaces=(),
+    )
+    title: ClassVar[str]
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """A constructor takes its arguments only; who loads asks the environment."""
+        return (init_settings,)
+
+
+class NetworkSection(Section):
+    title: ClassVar[str] = "Network"
+
+    listen: StringList = _setting(
+        (),
+        "Address to serve on: host:port, [ipv6]:port or unix:/path; may be repeated. Left out, it "
+        "is the socket prefixcache.sock in $XDG_RUNTIME_DIR, else in /run/prefixcache.",
+    )
+    insecure: bool = _setting(
+        False,
+        "Allow TCP addresses that are not loopback, although there is neither TLS nor access "
+        "control: whoever reaches the port can use the cache.",
+    )
+    max_message_bytes: Size = _setting(
+        256 * 2**20,
+        "Largest message, either way. A Prefill of T tokens brings T * (Hq + 2 Hkv) * D elements.",
+        unit="bytes",
+        ge=2**16,
+        le=_MAX_GRPC_MESSAGE_BYTES,
+    )
+    max_workers: int = _setting(16, "Threads that answer calls.", unit="threads", ge=1, le=1024)
+
+    @property
+    def addresses(self) -> tuple[Address, ...]:
+        """`listen`, parsed."""
+        return tuple(parse_address(text) for text in self.listen)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        try:
+            addresses = self.addresses
+        except ValueError as error:
+            raise InvalidArgumentError("--listen", str(error)) from None
+        for address in addresses:
+            if addresses.count(address) > 1 and getattr(address, "port", None) != 0:
+                raise InvalidArgumentError("--listen", f"{str(address)!r} is given twice")
+            if isinstance(address, TcpAddress) and not address.is_loopback and not self.insecure:
+                raise InvalidArgumentError(
+                    "--listen",
+                    f"{str(address)!r} can be reached from other machines, and there is no TLS "
+                    "and no access control yet: every caller could read and fill the cache. Use "
+                    "a loopback address or a Unix socket, or accept that with --insecure",
+                )
+        return self
+
+
+class PoolSection(Section):
+    title: ClassVar[str] = "Block pool"
+
+    storage: Literal["auto", "cpu", "cuda", "none"] = _setting(
+        "auto",
+        "Where K/V live; auto is cuda if there is a GPU, else cpu. With none the daemon only "
+        "manages blocks, and clients keep the K/V.",
+    )
+    num_blocks: int | None = _setting(
+        None, "Size of the pool, in blocks.", unit="blocks", ge=1, le=_MAX_BLOCKS
+    )
+    memory: Size | None = _setting(
+        None,
+        "Size of the pool, in bytes. If no size is given, it is "
+        f"{format_size(DEFAULT_CPU_MEMORY_BYTES)} on a CPU.",
+        unit="bytes",
+        ge=1,
+    )
+    gpu_memory_fraction: float | None = _setting(
+        None,
+        "Size of the pool, as a part of the GPU's free memory. If no size is given, it is "
+        f"{DEFAULT_GPU_MEMORY_FRACTION} on a GPU.",
+        gt=0,
+        le=1,
+    )
+    block_size: int = _setting(16, "Tokens of a block.", unit="tokens", ge=1, le=_MAX_BLOCK_SIZE)
+
+    def memory_bytes(self, free_gpu_bytes: int | None) -> int:
+        """Bytes for K/V if `num_blocks` is None. `free_gpu_bytes` is None on a CPU."""
+        if self.memory is not None:
+            return self.memory
+        if free_gpu_bytes is not None:
+            return int(free_gpu_bytes * (self.gpu_memory_fraction or DEFAULT_GPU_MEMORY_FRACTION))
+        if self.gpu_memory_fraction is not None:
+            raise InvalidArgumentError("--gpu-memory-fraction", "there is no GPU here")
+        return DEFAULT_CPU_MEMORY_BYTES
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        sizes = {
+            "--num-blocks": self.num_blocks,
+            "--memory": self.memory,
+            "--gpu-memory-fraction": self.gpu_memory_fraction,
+        }
+        given = [flag for flag, size in sizes.items() if size is not None]
+        if len(given) > 1:
+            raise InvalidArgumentError(given[1], f"cannot go with {given[0]}; give one of them")
+        if self.storage == "none" and given != ["--num-blocks"]:
+            raise InvalidArgumentError(
+                "--num-blocks",
+                "needed with --storage none, as the daemon does not know the size of a block",
+            )
+        if self.storage == "cpu" and self.gpu_memory_fraction is not None:
+            raise InvalidArgumentError("--gpu-memory-fraction", "cannot go with --storage cpu")
+        return self
+
+
+class ModelSection(Section):
+    title: ClassVar[str] = "Model"
+
+    model_config_path: Path | None = _setting(
+        None,
+        "Hugging Face config.json to take the K/V layout from.",
+        alias="model_config",
+    )
+    model_name: str = _setting("", "Name of the model; part of the layout fingerprint.")
+    model_revision: str = _setting(
+        "", "Revision of the weights; part of the layout fingerprint. New weights, new revision."
+    )
+    num_layers: int | None = _setting(None, "Layers of the model.", unit="layers", ge=1, le=65535)
+    num_kv_heads: int | None = _setting(None, "KV heads a layer.", unit="heads", ge=1, le=65535)
+    head_dim: int | None = _setting(None, "Elements of a head.", unit="elements", ge=1, le=65535)
+    dtype: Literal["float32", "float16", "bfloat16"] | None = _setting(
+        None, "Type of the stored K/V elements; taken from --model-config if left out."
+    )
+
+    @property
+    def missing_flags(self) -> list[str]:
+        """Flags that a K/V layout still needs."""
+        if self.model_config_path is not None:
+            return []
+        return [flag for flag, value in self._layout_flags.items() if value is None]
+
+    @property
+    def _layout_flags(self) -> dict[str, int | str | None]:
+        return {
+            "--num-layers": self.num_layers,
+            "--num-kv-heads": self.num_kv_heads,
+            "--head-dim": self.head_dim,
+            "--dtype": self.dtype,
+        }
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.model_config_path is not None:
+            for flag, value in self._layout_flags.items():
+                if value is not None and flag != "--dtype":
+                    raise InvalidArgumentError(flag, "cannot go with --model-config, which says it")
+        return self
+
+
+class CacheSection(Section):
+    title: ClassVar[str] = "Prefix cache"
+
+    prefix_caching: bool = _setting(
+        True, "Share blocks of equal prefixes. Turned off, nothing is ever hit, to compare with."
+    )
+    hash_algorithm: Literal["sha256_cbor", "xxhash_cbor", "xxh3"] = _setting(
+        "sha256_cbor",
+        "Digest of a block. sha256_cbor and xxhash_cbor give the bytes of vLLM's; the xxh ones "
+        "are faster, and can be made to collide.",
+    )
+    hash_seed: SecretStr | None = _setting(
+        None,
+        "Text that the chain of hashes starts from: daemons with the same seed have the same "
+        "hashes. Random at each start if left out. Of 16 characters or more, and better in the "
+        "environment than on a command line, which other users can see.",
+    )
+    verify_hits: bool | None = _setting(
+        None,
+        "Compare token ids on each hit, so that a collision is a miss. Left out, it is on for "
+        "xxhash_cbor and xxh3.",
+    )
+    owner_ttl: float = _setting(
+        600.0, "Free sequences of clients that made no call for so long.", unit="seconds", gt=0
+    )
+    max_fork_children: int = _setting(
+        256, "Most children of one Fork.", unit="sequences", ge=1, le=65535
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.hash_seed is not None and not self.hash_seed.get_secret_value():
+            raise InvalidArgumentError("--hash-seed", "is empty; leave it out for a random start")
+        return self
+
+
+class ProcessSection(Section):
+    title: ClassVar[str] = "Process"
+
+    threads: int | None = _setting(
+        None,
+        "Threads of one attention call; torch's own choice if left out.",
+        unit="threads",
+        ge=1,
+        le=1024,
+    )
+    drain_timeout: float = _setting(
+        30.0, "Wait so long for running calls when stopped.", unit="seconds", ge=0
+    )
+    log_format: Literal["auto", "console", "json"] = _setting(
+        "auto", "Form of the log on stderr; auto is console on a terminal, else json."
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = _setting(
+        "info", "Least severity that is logged."
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ServeConfig:
+    """All sections, checked against each other."""
+
+    network: NetworkSection
+    pool: PoolSection
+    model: ModelSection
+    cache: CacheSection
+    process: ProcessSection
+
+    def __post_init__(self) -> None:
+        missing = self.model.missing_flags
+        if self.pool.storage != "none" and missing:
+            raise InvalidArgumentError(
+                missing[0],
+                f"--storage {self.pool.storage} needs the K/V layout: give {', '.join(missing)}, "
+                "or a --model-config, or use --storage none",
+            )
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What is allowed and unwise, one sentence each. For the log at start."""
+        found = []
+        seed = self.cache.hash_seed
+        if seed is not None and len(seed.get_secret_value()) < MIN_SAFE_SEED_LENGTH:
+            found.append(
+                f"--hash-seed has fewer than {MIN_SAFE_SEED_LENGTH} characters and can be guessed"
+            )
+        if self.cache.verify_hits is False and self.cache.hash_algorithm != "sha256_cbor":
+            found.append(
+                f"--no-verify-hits with {self.cache.hash_algorithm}: a forged collision gives a "
+                "prompt the K/V of another"
+            )
+        found += [
+            f"{address} can be reached from other machines, without access control"
+            for address in self.network.addresses
+            if isinstance(address, TcpAddress) and not address.is_loopback
+        ]
+        return tuple(found)

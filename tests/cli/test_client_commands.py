@@ -1,0 +1,333 @@
+"""What info, stats and lookup ask of a client and how they print its answers."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+from typing import Any, Self
+
+import pytest
+import typer
+
+from prefixcache.cli import main
+from prefixcache.cli.lookup import parse_tokens
+from prefixcache.cli.stats import follow
+from prefixcache.client import ServerInfo
+from prefixcache.core.stats import PoolStats
+from prefixcache.errors import DeadlineExceededError, UnavailableError
+from prefixcache.storage.layout import KVLayout
+from prefixcache.types import ExtraKeys, FullHit, LookupResult, Lora
+
+INFO = ServerInfo(
+    api_version="v1",
+    version="1.2.3",
+    boot_id=bytes(range(16)),
+    layout=KVLayout(2, 3, 64, 16, "bfloat16"),
+    fingerprint=b"\xab" * 32,
+    num_blocks=12345,
+    block_size=16,
+    device="cpu",
+    hash_algorithm="xxh3",
+    hash_recipe_version=1,
+    hash_seeded=False,
+    none_hash_digest=b"\xcd" * 32,
+    verify_hits=True,
+    prefix_caching=True,
+    max_message_bytes=2**20,
+    max_fork_children=7,
+    capabilities=("attention",),
+    model_name="",
+    model_revision="r1",
+    owner_ttl_s=600.0,
+)
+STATS = PoolStats(
+    **{field.name: 0 for field in dataclasses.fields(PoolStats)}
+    | {
+        "num_blocks": 1000,
+        "block_size": 16,
+        "referenced": 450,
+        "evictable": 300,
+        "blank": 250,
+        "requests": 10,
+        "queries_tokens": 2000,
+        "hit_tokens": 1500,
+        "queries_blocks": 125,
+        "hit_blocks": 100,
+        "evictions": 40,
+    }
+)
+LOOKUP = LookupResult(32, 2, 1, 5, (b"\x01" * 32, b"\x02" * 32))
+
+
+class FakeClient:
+    """Answers with the constants above and keeps what it was asked."""
+
+    made: list[tuple[str, float]]
+    lookups: list[tuple[list[int], dict[str, Any]]]
+    error: Exception | None
+
+    def __init__(self, target: str, *, timeout_s: float) -> None:
+        FakeClient.made.append((target, timeout_s))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        return None
+
+    def server_info(self) -> ServerInfo:
+        if FakeClient.error is not None:
+            raise FakeClient.error
+        return INFO
+
+    def stats(self) -> PoolStats:
+        return STATS
+
+    def lookup(self, tokens: list[int], **options: Any) -> LookupResult:
+        FakeClient.lookups.append((tokens, options))
+        return LOOKUP
+
+
+@pytest.fixture(autouse=True)
+def fake_client(monkeypatch: pytest.MonkeyPatch) -> type[FakeClient]:
+    FakeClient.made, FakeClient.lookups, FakeClient.error = [], [], None
+    monkeypatch.setattr("prefixcache.client.Client", FakeClient)
+    monkeypatch.setenv("PREFIXCACHE_TARGET", "unix:/run/test.sock")
+    return FakeClient
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> str:
+    with pytest.raises(SystemExit) as ended:
+        main(list(arguments))
+    assert (ended.value.code or 0) == code
+    captured = capsys.readouterr()
+    return captured.err if code else captured.out
+
+
+def rows_of(text: str) -> dict[str, str]:
+    """Rows `name  value`, by name."""
+    return {name.strip(): value for line in text.splitlines() for name, _, value in [split(line)]}
+
+
+def split(line: str) -> tuple[str, str, str]:
+    name, gap, value = line.lstrip().partition("  ")
+    return name, gap, value.lstrip()
+
+
+def test_target_is_the_flag_then_the_environment_then_the_default_socket(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    run(capsys, "info", "--target", "localhost:7", "--timeout", "2.5")
+    run(capsys, "info")
+    monkeypatch.delenv("PREFIXCACHE_TARGET")
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    (tmp_path / "prefixcache.sock").touch()
+    run(capsys, "info")
+    assert FakeClient.made == [
+        ("localhost:7", 2.5),
+        ("unix:/run/test.sock", 10.0),
+        (f"unix:{tmp_path}/prefixcache.sock", 10.0),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (
+            UnavailableError("connection refused"),
+            "no daemon can be reached at unix:/run/test.sock: connection refused",
+        ),
+        (
+            DeadlineExceededError("deadline"),
+            "the daemon at unix:/run/test.sock did not answer within 10 s",
+        ),
+    ],
+)
+def test_a_silent_daemon_is_named_in_one_line(
+    error: Exception, line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    FakeClient.error = error
+    assert run(capsys, "info", code=1) == f"prefixcache: {line}\n"
+
+
+def test_info_as_json_has_every_field(capsys: pytest.CaptureFixture[str]) -> None:
+    printed = json.loads(run(capsys, "info", "--json"))
+    assert printed.keys() == {field.name for field in dataclasses.fields(ServerInfo)}
+    assert printed["boot_id"] == "000102030405060708090a0b0c0d0e0f"
+    assert printed["layout"]["head_dim"] == 64
+    assert printed["capabilities"] == ["attention"]
+
+
+def test_info_for_people_has_units_and_the_layout(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = rows_of(run(capsys, "info"))
+    assert rows["version"] == "1.2.3"
+    assert rows["num blocks"] == "12,345"
+    assert rows["layout dtype"] == "bfloat16"
+    assert rows["max message"] == "1MiB (1,048,576)"
+    assert rows["owner ttl"] == "600 s"
+    assert rows["hash seeded"] == "no"
+    assert rows["model name"] == "-"
+    assert rows["fingerprint"] == "ab" * 32
+
+
+def test_stats_as_json_has_every_counter_and_the_ratios(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    printed = json.loads(run(capsys, "stats", "--json"))
+    counters = {field.name for field in dataclasses.fields(PoolStats)}
+    assert printed.keys() == counters | {"hit_rate", "pool_usage"}
+    assert printed["hit_rate"] == 0.75
+    assert printed["pool_usage"] == 0.45
+
+
+def test_stats_for_people_have_the_hit_rate_and_a_bar(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = rows_of(run(capsys, "stats"))
+    assert rows["hit rate"] == "75.0% (1,500 of 2,000 prompt tokens)"
+    assert rows["hit blocks"] == "80.0% (100 of 125 full blocks)"
+    bar, usage = rows["pool usage"].split(" ", 1)
+    assert bar == "#" * 14 + "+" * 8 + "." * 8
+    assert usage.startswith("45.0%")
+    assert rows["evictions"] == "40"
+
+
+def test_rates_are_differences_over_time_and_absent_after_a_restart() -> None:
+    def after(**counters: int) -> PoolStats:
+        return dataclasses.replace(STATS, **counters)
+
+    snapshots = iter([STATS, after(requests=14, hit_tokens=1510, evictions=41), after(requests=0)])
+    slept: list[float] = []
+    views = follow(lambda: next(snapshots), 2.0, map(float, count(0, 2)).__next__, slept.append)
+    assert next(views) == (STATS, None)
+    _, rates = next(views)
+    assert rates == {"requests": 2.0, "queries_tokens": 0.0, "hit_tokens": 5.0, "evictions": 0.5}
+    assert next(views)[1] is None
+    assert slept == [2.0, 2.0]
+
+
+@pytest.fixture
+def interrupted_after_two(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Control-C in the second pause; holds the pauses."""
+    slept: list[float] = []
+
+    def watched(read: Any, interval_s: float) -> Iterator[Any]:
+        def sleep(seconds: float) -> None:
+            slept.append(seconds)
+            if len(slept) == 2:
+                raise KeyboardInterrupt
+
+        return follow(read, interval_s, map(float, count()).__next__, sleep)
+
+    monkeypatch.setattr("prefixcache.cli.stats.follow", watched)
+    return slept
+
+
+def test_watch_follows_until_interrupted_and_exits_with_0(
+    interrupted_after_two: list[float], capsys: pytest.CaptureFixture[str]
+) -> None:
+    views = run(capsys, "stats", "--watch", "0.5").strip().split("\n\n")
+    assert interrupted_after_two == [0.5, 0.5]
+    assert len(views) == 2
+    assert "evictions/s" not in rows_of(views[0])
+    assert rows_of(views[1])["evictions/s"] == "0.0"
+
+
+def test_watch_without_seconds_takes_two(
+    interrupted_after_two: list[float], capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = run(capsys, "stats", "--watch", "--json").splitlines()
+    assert interrupted_after_two == [2.0, 2.0]
+    assert [json.loads(line)["rates_per_s"] is None for line in lines] == [True, False]
+
+
+def test_lookup_passes_everything_on(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--lora", "l", "--lora-path", "/l", "--salt", "s", "--lookahead", "4", "--hashes"]
+    run(capsys, "lookup", "1", "2", "3", *options, "--full-hit", "last_block")
+    expected = {
+        "extra_keys": ExtraKeys(lora=Lora("l", "/l"), cache_salt="s"),
+        "num_lookahead_tokens": 4,
+        "full_hit": FullHit.LAST_BLOCK,
+        "want_hashes": True,
+    }
+    assert FakeClient.lookups == [([1, 2, 3], expected)]
+    run(capsys, "lookup", "1")
+    expected = {
+        "extra_keys": ExtraKeys(),
+        "num_lookahead_tokens": 0,
+        "full_hit": FullHit.LAST_TOKEN,
+        "want_hashes": False,
+    }
+    assert FakeClient.lookups[1] == ([1], expected)
+
+
+def test_tokens_come_from_arguments_a_file_or_stdin(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path = tmp_path / "tokens"
+    path.write_text("[1, 2]")
+    run(capsys, "lookup", "--tokens-file", str(path))
+    for arguments in (["-"], ["--tokens-file", "-"]):
+        monkeypatch.setattr("sys.stdin", io.StringIO("3 4\n5"))
+        run(capsys, "lookup", *arguments)
+    assert [tokens for tokens, _ in FakeClient.lookups] == [[1, 2], [3, 4, 5], [3, 4, 5]]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["1", "--tokens-file", "-"],
+        ["--tokens-file", "/no/such/file"],
+        ["1", "--lora-path", "/l"],
+        ["1", "--lookahead", "-1"],
+        ["1", "--full-hit", "none"],
+        ["x"],
+    ],
+)
+def test_lookup_refuses_contradictions(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(capsys, "lookup", *arguments, code=2)
+    assert FakeClient.made == []
+
+
+@pytest.mark.parametrize("text", ["1 2 3", "1,2,3", " 1\n2\t3\n", "[1, 2, 3]", " [1,2,\n3] "])
+def test_token_ids_are_a_json_list_or_separated_by_white_space_or_commas(text: str) -> None:
+    assert parse_tokens(text) == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", "[1, ", "[1.5]", "[true]", '["1"]', "[[1]]", "1 -1", "4294967296", "1e3", "٣"],
+)
+def test_what_are_no_token_ids_is_refused(text: str) -> None:
+    with pytest.raises(typer.BadParameter):
+        parse_tokens(text)
+
+
+def test_lookup_for_people_says_what_is_cached_and_whether_it_fits(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    rows = rows_of(run(capsys, "lookup", *["1"] * 40, "--hashes"))
+    assert rows["cached tokens"] == "32 of 40 (80.0%)"
+    assert rows["blocks needed"] == "1 of 5 free"
+    assert rows["fits now"] == "yes"
+    assert rows["block 1 hash"] == "02" * 32
+
+
+def test_lookup_as_json_has_hashes_only_if_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    printed = json.loads(run(capsys, "lookup", "1", "--json"))
+    assert printed == {
+        "num_tokens": 1,
+        "num_cached_tokens": 32,
+        "num_cached_blocks": 2,
+        "num_blocks_needed": 1,
+        "num_blocks_free": 5,
+    }
+    printed = json.loads(run(capsys, "lookup", "1", "--json", "--hashes"))
+    assert printed["block_hashes"] == ["01" * 32, "02" * 32]

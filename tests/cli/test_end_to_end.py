@@ -1,0 +1,125 @@
+"""A daemon and the commands that ask it, all as programs of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import prefixcache
+from prefixcache.client import Client
+
+PROGRAM = [sys.executable, "-m", "prefixcache.cli"]
+SEED = "a seed of some length"
+TRACE = "\n".join(
+    json.dumps({"timestamp": 0, "input_length": 32, "output_length": 1, "hash_ids": hash_ids})
+    for hash_ids in ([1, 2], [1, 3], [1, 2])
+)
+
+
+def run(*arguments: str) -> str:
+    done = subprocess.run(
+        [*PROGRAM, *arguments], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """Serves 100 blocks on the default socket of `tmp_path`; logs JSON lines to stderr."""
+    environ = {key: value for key, value in os.environ.items() if "PREFIXCACHE" not in key}
+    with subprocess.Popen(
+        [*PROGRAM, "serve", "--storage", "none", "--num-blocks", "100"],
+        env={**environ, "XDG_RUNTIME_DIR": str(tmp_path), "PREFIXCACHE_HASH_SEED": SEED},
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            assert process.stderr is not None
+            line = next(line for line in process.stderr if "serving" in line or "rror" in line)
+            assert json.loads(line)["event"] == "serving"
+            yield process
+        finally:
+            process.kill()
+
+
+@pytest.fixture
+def target(daemon: subprocess.Popen[str], tmp_path: Path) -> str:
+    return f"unix:{tmp_path}/prefixcache.sock"
+
+
+def test_every_command_works_against_a_running_daemon(
+    daemon: subprocess.Popen[str], target: str, tmp_path: Path
+) -> None:
+    assert stat.S_IMODE((tmp_path / "prefixcache.sock").stat().st_mode) == 0o660
+    info = json.loads(run("info", "--json", "--target", target))
+    assert (info["num_blocks"], info["block_size"], info["device"]) == (100, 16, "none")
+    assert info["version"] == prefixcache.__version__
+    assert info["hash_seeded"] is True
+
+    tokens = [str(token) for token in range(40)]
+    with Client(target) as client, client.sequence(range(40)) as sequence:
+        sequence.commit(40)
+    found = json.loads(run("lookup", *tokens, "--json", "--hashes", "--target", target))
+    assert found["num_cached_tokens"] == 32
+    assert found["num_blocks_free"] == 100
+    assert [len(digest) for digest in found["block_hashes"]] == [64, 64]
+    salted = json.loads(run("lookup", *tokens, "--json", "--salt", "s", "--target", target))
+    assert salted["num_cached_tokens"] == 0
+
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text(TRACE)
+    options = ["--trace-block", "16", "--reset", "--json", "--target", target]
+    row = json.loads(run("replay", str(trace), *options))
+    assert (row["requests"], row["query_blocks"], row["hit_blocks"]) == (3, 6, 3)
+
+    stats = json.loads(run("stats", "--json", "--target", target))
+    assert stats["requests"] == 1 + 3
+    assert stats["referenced"] + stats["evictable"] + stats["blank"] == 100
+    assert "hit rate" in run("stats", "--target", target)
+
+
+def test_watch_ends_with_0_on_control_c(daemon: subprocess.Popen[str], target: str) -> None:
+    command = [*PROGRAM, "stats", "--watch", "0.05", "--json", "--target", target]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as watching:
+        assert watching.stdout is not None
+        lines = [json.loads(watching.stdout.readline()) for _ in range(2)]
+        watching.send_signal(signal.SIGINT)
+        assert watching.wait(timeout=30) == 0
+    assert lines[0]["rates_per_s"] is None
+    assert lines[1]["rates_per_s"]["requests"] == 0.0
+
+
+def test_a_second_daemon_on_the_same_socket_is_refused_as_usage(
+    daemon: subprocess.Popen[str], target: str
+) -> None:
+    command = [*PROGRAM, "serve", "--storage", "none", "--num-blocks", "1", "--listen", target]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert str(daemon.pid) in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_sigterm_ends_the_daemon_with_0_and_removes_the_socket(
+    daemon: subprocess.Popen[str], tmp_path: Path, target: str
+) -> None:
+    daemon.send_signal(signal.SIGTERM)
+    assert daemon.wait(timeout=30) == 0
+    assert not (tmp_path / "prefixcache.sock").exists()
+
+
+def test_the_seed_is_in_no_line_of_the_log(daemon: subprocess.Popen[str]) -> None:
+    daemon.send_signal(signal.SIGTERM)
+    assert daemon.stderr is not None
+    log = daemon.stderr.read()
+    assert daemon.wait(timeout=30) == 0
+    assert "stopped" in log
+    assert SEED not in log
