@@ -16,6 +16,7 @@ from prefixcache.core.sequence import (
     Sequence,
     cut_extra_keys,
     merge_extra_keys,
+    splits_block_of_item,
     uint32_array,
 )
 from prefixcache.errors import ExceedsPoolError, NoRoomError
@@ -29,8 +30,8 @@ def num_blocks_of(num_tokens: int, block_size: int) -> int:
 def append(pool: Pool, hasher: Hasher, sequence: Sequence, row: AppendRow) -> AppendResult:
     """Add tokens and the blocks they need; copy a partly filled last block that is not private.
 
-    Raises ExceedsPoolError or NoRoomError. The sequence's reference on the source of a copy goes
-    over to the caller, who holds it until the copy is done.
+    Raises ExceedsPoolError or NoRoomError. The source of the copy before is let go, and what that
+    frees counts as room. The sequence's reference on the source of this copy becomes a copy hold.
     """
     size = pool.block_size
     old, new = sequence.num_tokens, sequence.num_tokens + len(row.token_ids)
@@ -41,15 +42,17 @@ def append(pool: Pool, hasher: Hasher, sequence: Sequence, row: AppendRow) -> Ap
     copied = old // size if grows and old % size and not _is_private(pool, sequence, old) else None
     num_added = max(0, num_blocks - len(sequence.block_table))
     needed = num_added + (copied is not None)
-    if needed > pool.num_free:
+    if needed > pool.num_free + _num_only_held_by_copy(pool, sequence):
         raise NoRoomError(needed, pool.num_free, pool.num_referenced)
 
+    release_copy_holds(pool, sequence)
     taken = pool.take(needed)
     copies: tuple[BlockCopy, ...] = ()
     if copied is not None:
         source, destination = sequence.block_table[copied], int(taken[0])
         sequence.block_table[copied] = destination
         copies = (BlockCopy(source, destination),)
+        sequence.copy_holds = [source]
         taken = taken[1:]
     sequence.block_table.frombytes(taken.tobytes())
     sequence.token_ids.extend(uint32_array(row.token_ids))
@@ -72,17 +75,27 @@ def truncate(pool: Pool, sequence: Sequence, num_tokens: int) -> tuple[int, ...]
     """
     size = pool.block_size
     dropped = drop_blocks_after(pool, sequence, num_tokens)
+    if splits_block_of_item(sequence.extra_keys, num_tokens, size):
+        # Its keys would be those of the whole item: a block that continues otherwise would take
+        # another content's hash.
+        stop_registering(sequence)
     del sequence.token_ids[num_tokens:]
     del sequence.hashes[num_tokens // size :]
     sequence.num_cached_blocks = min(sequence.num_cached_blocks, num_tokens // size)
     sequence.computed = [min(count, num_tokens) for count in sequence.computed]
     sequence.first_writable = min(sequence.first_writable, num_tokens)
+    sequence.num_prompt_tokens = min(sequence.num_prompt_tokens, num_tokens)
     sequence.extra_keys = cut_extra_keys(sequence.extra_keys, num_tokens, size)
     return dropped
 
 
 def drop_blocks_after(pool: Pool, sequence: Sequence, num_tokens: int) -> tuple[int, ...]:
-    """Release the blocks, lookahead included, that `num_tokens` tokens do not need."""
+    """Release the blocks, lookahead included, that `num_tokens` tokens do not need.
+
+    A copy hold goes first: its block stands deeper in the chain than some of those dropped, so
+    it must leave before them for the cache to stay prefix-closed.
+    """
+    release_copy_holds(pool, sequence)
     keep = num_blocks_of(num_tokens, pool.block_size)
     dropped = sequence.blocks(keep)
     pool.release(dropped)
@@ -130,6 +143,10 @@ def release_all(pool: Pool, sequence: Sequence) -> None:
     release_copy_holds(pool, sequence)
     pool.release(sequence.blocks())
     del sequence.block_table[:]
+
+
+def _num_only_held_by_copy(pool: Pool, sequence: Sequence) -> int:
+    return sum(bool(pool.ref_cnt[block] == 1) for block in sequence.copy_holds)
 
 
 def _is_private(pool: Pool, sequence: Sequence, position: int) -> bool:

@@ -92,10 +92,14 @@ class LiveSequences:
     def is_alive(self, sequence: Sequence) -> bool:
         return sequence.sequence_id in self._sequences
 
+    def is_known(self, sequence_id: int) -> bool:
+        """True also for one that has ended while a call on it is running."""
+        return sequence_id in self._sequences or sequence_id in self._dying
+
     def new_id(self) -> SequenceId:
         while True:
             sequence_id = secrets.randbits(64)
-            if sequence_id and sequence_id not in self._sequences:
+            if sequence_id and not self.is_known(sequence_id):
                 return SequenceId(sequence_id)
 
     def next_serial(self) -> int:
@@ -171,6 +175,9 @@ class LiveSequences:
             for index in range(computed // size, len(sequence.block_table)):
                 slots = max(0, computed - index * size)
                 partial.setdefault(sequence.block_table[index], []).append(slots)
+            for block in sequence.copy_holds:
+                # The source of a copy counts by the tables that still have it.
+                partial.setdefault(block, []).append(0)
         written = pool.num_referenced * size
         for block, fills in partial.items():
             # A block that is cached, or that one more holder has, is full for somebody.

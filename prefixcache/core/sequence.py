@@ -191,6 +191,17 @@ def merge_extra_keys(left: ExtraKeys, right: ExtraKeys) -> ExtraKeys:
     )
 
 
+def splits_block_of_item(extra_keys: ExtraKeys, num_tokens: int, block_size: int) -> bool:
+    """True if cutting to `num_tokens` leaves a block with a part of what an item put into it."""
+    spans: tuple[MultimodalItem | PromptEmbeds, ...] = (
+        *extra_keys.multimodal_items,
+        *extra_keys.prompt_embeds,
+    )
+    return num_tokens % block_size != 0 and any(
+        span.offset < num_tokens < span.offset + span.num_tokens for span in spans
+    )
+
+
 def cut_extra_keys(extra_keys: ExtraKeys, num_tokens: int, block_size: int) -> ExtraKeys:
     """What is left of the extra keys when only the first `num_tokens` tokens are kept."""
     items = tuple(

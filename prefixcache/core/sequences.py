@@ -205,7 +205,6 @@ class Sequences:
                 self.counters.appends_refused += 1
             return AppendResult(_RESULT_CODES[type(error)])
         self._applied(sequence, call, reply)
-        sequence.copy_holds = [copy.source for copy in reply.copies]
         growth.commit(self.pool, sequence)
         return reply
 
@@ -248,6 +247,7 @@ class Sequences:
                 raise CommitBeyondTokensError(row.sequence_id, end, sequence.num_tokens)
         except PrefixCacheError as error:
             return CommitResult(_RESULT_CODES[type(error)])
+        growth.release_copy_holds(self.pool, sequence)
         self._advance(sequence, 0, end)
         reply = CommitResult(ResultCode.OK, sequence.num_cached_blocks)
         self._applied(sequence, call, reply)
@@ -266,8 +266,9 @@ class Sequences:
         parent = self.live.idle(owner, sequence_id)
         known = [requests[request_id] for request_id in request_ids if request_id in requests]
         if known:
-            if parent.last_call == call and len(known) == len(request_ids):
-                return list(parent.last_reply)
+            children_ids = tuple(child.sequence_id for child in known)
+            if parent.last_call == call and parent.last_reply == children_ids:
+                return list(children_ids)
             raise RequestIdConflictError(known[0].request_id)
         self._check_position(parent, num_tokens, parent.num_tokens)
         if parent.num_computed < num_tokens:
@@ -490,8 +491,7 @@ class Sequences:
             raise WrongPositionError(sequence.sequence_id, given, expected)
 
     def _applied(self, sequence: Sequence, call: tuple[object, ...], reply: object) -> None:
-        """A state call is done: holds of the one before end, and a repeat can be answered."""
-        growth.release_copy_holds(self.pool, sequence)
+        """A state call is done, and a repeat of it can be answered."""
         sequence.last_call = call
         sequence.last_reply = reply
         sequence.last_attention_start = [None] * self._num_layers
