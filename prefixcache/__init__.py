@@ -1,3 +1,86 @@
-"""prefixcache: a gRPC daemon that shares the K/V blocks of common prompt prefixes."""
+"""prefixcache: a gRPC daemon that shares the K/V blocks of common prompt prefixes.
+
+Clients, and what they take and give, are the names here; they are imported when first used, so
+that `import prefixcache` stays cheap: no grpc, no numpy, and never torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from prefixcache import errors
+from prefixcache.errors import PrefixCacheError
+
+if TYPE_CHECKING:
+    from prefixcache.client import (
+        AsyncClient,
+        AsyncSequence,
+        Client,
+        PoolStats,
+        Sequence,
+        SequenceInfo,
+        ServerInfo,
+    )
+    from prefixcache.types import (
+        AppendResult,
+        BlockCopy,
+        CacheUse,
+        CommitResult,
+        ExtraKeys,
+        FullHit,
+        LookupResult,
+        Lora,
+        MultimodalItem,
+        PromptEmbeds,
+        ResultCode,
+    )
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "AppendResult",
+    "AsyncClient",
+    "AsyncSequence",
+    "BlockCopy",
+    "CacheUse",
+    "Client",
+    "CommitResult",
+    "ExtraKeys",
+    "FullHit",
+    "LookupResult",
+    "Lora",
+    "MultimodalItem",
+    "PoolStats",
+    "PrefixCacheError",
+    "PromptEmbeds",
+    "ResultCode",
+    "Sequence",
+    "SequenceInfo",
+    "ServerInfo",
+    "__version__",
+    "errors",
+]
+
+_CLIENT_NAMES = frozenset(
+    {
+        "AsyncClient",
+        "AsyncSequence",
+        "Client",
+        "PoolStats",
+        "Sequence",
+        "SequenceInfo",
+        "ServerInfo",
+    }
+)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = "prefixcache.client" if name in _CLIENT_NAMES else "prefixcache.types"
+    return getattr(import_module(module), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -74,14 +74,23 @@ def tensor_from_wire(message: attention_pb2.Tensor, field: str) -> HostTensor:
     num_bytes = DTYPE_BYTES[dtype]
     for length in shape:
         num_bytes *= length
-    if len(message.data) != num_bytes:
+    data = message.data  # a copy each time
+    if len(data) != num_bytes:
         raise InvalidArgumentError(
-            f"{field}.data",
-            f"holds {len(message.data)} bytes, {dtype} {list(shape)} needs {num_bytes}",
+            f"{field}.data", f"holds {len(data)} bytes, {dtype} {list(shape)} needs {num_bytes}"
         )
-    return HostTensor(dtype, shape, message.data)
+    return HostTensor(dtype, shape, data)
 
 
 def tensor_to_wire(tensor: HostTensor) -> Any:
     """The twin of Tensor, to be set in a twin request or reply."""
-    return twin("Tensor")(data_type=_DATA_TYPES[tensor.dtype], shape=tensor.shape, data=tensor.data)
+    message = twin("Tensor")()
+    set_tensor(message, tensor)
+    return message
+
+
+def set_tensor(message: Any, tensor: HostTensor) -> None:
+    """Fill a Tensor, or its twin, in place: a message set in another one is copied once more."""
+    message.data_type = _DATA_TYPES[tensor.dtype]
+    message.shape[:] = tensor.shape
+    message.data = tensor.data

@@ -1,0 +1,24 @@
+"""Clients of the daemon: `Client` for threads and `AsyncClient` for asyncio, twins.
+
+Both build their calls and read the replies with the same code, which does no I/O. No torch is
+imported here; tensors of torch are taken and given all the same.
+"""
+
+from prefixcache.client.aio import AsyncClient
+from prefixcache.client.aio_sequence import AsyncSequence
+from prefixcache.client.channel import channel_options
+from prefixcache.client.results import SequenceInfo, ServerInfo
+from prefixcache.client.sync import Client
+from prefixcache.client.sync_sequence import Sequence
+from prefixcache.core.stats import PoolStats
+
+__all__ = [
+    "AsyncClient",
+    "AsyncSequence",
+    "Client",
+    "PoolStats",
+    "Sequence",
+    "SequenceInfo",
+    "ServerInfo",
+    "channel_options",
+]

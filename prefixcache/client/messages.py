@@ -1,0 +1,168 @@
+"""Calls that stand alone: Python arguments -> twin request, twin reply -> result. No I/O.
+
+A `Call` is all that a client needs for one RPC; the sync and the async client only differ in how
+they send it. Calls on sequences are in `*_calls`. Pure functions; a bad argument is an
+InvalidArgumentError before anything is sent, what only the daemon can judge is left to it.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any, Generic, TypeVar
+
+import numpy.typing as npt
+
+from prefixcache.client.columns import uint32, uint32_column
+from prefixcache.client.results import SequenceInfo, SequencePage, ServerInfo
+from prefixcache.core.stats import PoolStats
+from prefixcache.errors import InvalidArgumentError
+from prefixcache.rpc.codec import extra_keys_to_wire
+from prefixcache.rpc.wire import column32, twin
+from prefixcache.storage.layout import KVLayout
+from prefixcache.types import (
+    ExtraKeys,
+    FullHit,
+    LookupResult,
+    SequenceId,
+)
+
+ResultT = TypeVar("ResultT")
+
+
+@dataclass(frozen=True, slots=True)
+class Call(Generic[ResultT]):
+    """One RPC: its name, its twin request, and what becomes of the twin reply.
+
+    `read` is called once, with the reply of a call that succeeded; it may advance the sequences
+    that the call is about.
+    """
+
+    method: str
+    request: Any
+    read: Callable[[Any], ResultT]
+
+
+def new_owner() -> bytes:
+    """The key to a client's sequences: 16 random bytes."""
+    return secrets.token_bytes(16)
+
+
+def new_request_id() -> str:
+    """A retry key that no other request has."""
+    return secrets.token_hex(16)
+
+
+def server_info(expected_fingerprint: bytes | None) -> Call[ServerInfo]:
+    request = twin("GetServerInfoRequest")(expected_fingerprint=expected_fingerprint or b"")
+    return Call("GetServerInfo", request, _read_server_info)
+
+
+def _read_server_info(reply: Any) -> ServerInfo:
+    layout = None
+    if reply.HasField("layout"):
+        layout = KVLayout(
+            num_layers=reply.layout.num_layers,
+            num_kv_heads=reply.layout.num_kv_heads,
+            head_dim=reply.layout.head_dim,
+            block_size=reply.block_size,
+            dtype=reply.layout.dtype,
+        )
+    return ServerInfo(
+        api_version=reply.api_version,
+        version=reply.server_version,
+        boot_id=reply.boot_id,
+        layout=layout,
+        fingerprint=reply.layout_fingerprint,
+        num_blocks=reply.num_blocks,
+        block_size=reply.block_size,
+        device=reply.device,
+        hash_algorithm=reply.hash_algorithm,
+        hash_recipe_version=reply.hash_recipe_version,
+        hash_seeded=reply.hash_seeded,
+        none_hash_digest=reply.none_hash_digest,
+        verify_hits=reply.verify_hits,
+        prefix_caching=reply.prefix_caching,
+        max_message_bytes=reply.limits.max_message_bytes,
+        max_fork_children=reply.limits.max_fork_children,
+        capabilities=tuple(reply.capabilities),
+        model_name=reply.model_name,
+        model_revision=reply.model_revision,
+        owner_ttl_s=reply.owner_ttl_s,
+    )
+
+
+def lookup(
+    tokens: npt.ArrayLike,
+    extra_keys: ExtraKeys | None,
+    num_lookahead_tokens: int,
+    full_hit: FullHit,
+    want_hashes: bool,
+) -> Call[LookupResult]:
+    request = twin("LookupRequest")(
+        token_ids=column32(uint32_column(tokens, "token_ids")),
+        extra_keys=extra_keys_message(extra_keys),
+        num_lookahead_tokens=uint32(num_lookahead_tokens, "num_lookahead_tokens"),
+        full_hit=full_hit,
+        want_hashes=want_hashes,
+    )
+    return Call("Lookup", request, _read_lookup)
+
+
+def _read_lookup(reply: Any) -> LookupResult:
+    return LookupResult(
+        num_cached_tokens=reply.num_cached_tokens,
+        num_cached_blocks=reply.num_cached_blocks,
+        num_blocks_needed=reply.num_blocks_needed,
+        num_blocks_free=reply.num_blocks_free,
+        block_hashes=tuple(reply.block_hashes),
+    )
+
+
+def stats() -> Call[PoolStats]:
+    return Call("GetStats", twin("GetStatsRequest")(), _read_stats)
+
+
+def _read_stats(reply: Any) -> PoolStats:
+    return PoolStats(**{field.name: getattr(reply, field.name) for field in fields(PoolStats)})
+
+
+def reset_cache(force: bool) -> Call[int]:
+    request = twin("ResetCacheRequest")(force=force)
+    return Call("ResetCache", request, lambda reply: int(reply.num_dropped))
+
+
+def list_sequences(page_token: str) -> Call[SequencePage]:
+    """The page after the one that gave `page_token`; the first for an empty one."""
+    request = twin("ListSequencesRequest")(page_size=1000, page_token=page_token)
+    return Call("ListSequences", request, _read_page)
+
+
+def _read_page(reply: Any) -> SequencePage:
+    return SequencePage(
+        sequences=tuple(
+            SequenceInfo(
+                sequence_id=SequenceId(info.sequence_id),
+                owner_digest=info.owner_digest,
+                num_tokens=info.num_tokens,
+                num_computed_tokens=info.num_computed_tokens,
+                num_cached_tokens=info.num_cached_tokens,
+                num_blocks=info.num_blocks,
+                age_s=info.age_s,
+            )
+            for info in reply.sequences
+        ),
+        next_page_token=reply.next_page_token,
+    )
+
+
+def extra_keys_message(extra_keys: ExtraKeys | None) -> Any:
+    """The field's message, or None for none."""
+    if not extra_keys:
+        return None
+    try:
+        return extra_keys_to_wire(extra_keys)
+    except (ValueError, TypeError) as error:
+        # An offset below 0, text that is no Unicode, bytes in place of text.
+        raise InvalidArgumentError("extra_keys", str(error)) from error

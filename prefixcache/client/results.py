@@ -1,0 +1,68 @@
+"""What the daemon says of itself and of its sequences. Values only; other results: `types`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from prefixcache.storage.layout import KVLayout
+from prefixcache.types import SequenceId
+
+
+@dataclass(frozen=True, slots=True)
+class ServerInfo:
+    """A daemon, valid until it restarts (then `boot_id` is another)."""
+
+    api_version: str
+    version: str
+    """Of the daemon."""
+    boot_id: bytes
+    """16 random bytes, new at each start; sequences of another boot are unknown."""
+    layout: KVLayout | None
+    """Shape of the K/V storage; None without (`--storage none`)."""
+    fingerprint: bytes
+    """32 bytes: digest of model, revision, layout, block size and hash recipe."""
+    num_blocks: int
+    block_size: int
+    """Tokens."""
+    device: str
+    """"cpu" or "cuda"; "none" without K/V storage."""
+    hash_algorithm: str
+    hash_recipe_version: int
+    hash_seeded: bool
+    """False if NONE_HASH is random at each start."""
+    none_hash_digest: bytes
+    """SHA-256 of NONE_HASH: equal for two daemons whose hashes agree."""
+    verify_hits: bool
+    prefix_caching: bool
+    max_message_bytes: int
+    max_fork_children: int
+    capabilities: tuple[str, ...]
+    """"attention" with K/V storage, "commit" without."""
+    model_name: str
+    model_revision: str
+    owner_ttl_s: float
+    """Sequences of a client that makes no call for this long are freed. Seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceInfo:
+    """One live sequence of any client, as an operator sees it."""
+
+    sequence_id: SequenceId
+    owner_digest: str
+    """Equal for the sequences of one client, and no key to them."""
+    num_tokens: int
+    num_computed_tokens: int
+    """Tokens with K/V in all layers."""
+    num_cached_tokens: int
+    """Tokens that were cached when it was allocated."""
+    num_blocks: int
+    age_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class SequencePage:
+    """A page of live sequences, oldest first; `next_page_token` is empty on the last one."""
+
+    sequences: tuple[SequenceInfo, ...]
+    next_page_token: str

@@ -1,0 +1,132 @@
+"""What a client knows of its sequence without asking: tokens, block table, positions.
+
+`SequenceState` follows the daemon's rules, one method for each call that succeeded, so that a
+caller never says where a sequence stands. `SequenceView` is what the sync and the async sequence
+have in common. No I/O. Not thread-safe: one sequence is used by one thread or task at a time.
+"""
+
+from __future__ import annotations
+
+from array import array
+
+import numpy as np
+
+from prefixcache.types import AppendResult, BlockIds, SequenceId
+
+
+class SequenceState:
+    """Mirror of one sequence. It changes only when a reply says that the daemon's has changed.
+
+    computed: tokens whose K/V are in place, one count a layer; one in all without K/V storage.
+    """
+
+    __slots__ = (
+        "block_size",
+        "block_table",
+        "computed",
+        "is_freed",
+        "num_cached_tokens",
+        "num_tokens",
+        "sequence_id",
+    )
+
+    def __init__(
+        self,
+        sequence_id: SequenceId,
+        *,
+        num_tokens: int,
+        num_cached_tokens: int,
+        block_table: array[int],
+        block_size: int,
+        num_layers: int,
+    ) -> None:
+        self.sequence_id = sequence_id
+        self.num_tokens = num_tokens
+        self.num_cached_tokens = num_cached_tokens
+        self.block_table = block_table
+        self.block_size = block_size
+        self.computed = [num_cached_tokens] * num_layers
+        self.is_freed = False
+
+    def position(self, layer: int) -> int:
+        """Where the layer's next call starts. A layer that does not exist starts at 0."""
+        return self.computed[layer] if layer < len(self.computed) else 0
+
+    def appended(self, num_tokens: int, num_kv_valid: int, result: AppendResult) -> None:
+        for copy in result.copies:
+            # Only the partly filled last block is ever copied.
+            self.block_table[self.num_tokens // self.block_size] = copy.destination
+        self.block_table.extend(result.new_block_ids)
+        valid = self.num_tokens + num_kv_valid
+        self.computed = [min(count, valid) for count in self.computed]
+        self.num_tokens += num_tokens
+
+    def advanced(self, layer: int, position: int) -> None:
+        """The layer has computed up to `position`."""
+        self.computed[layer] = position
+
+    def truncated(self, num_tokens: int) -> None:
+        self.num_tokens = num_tokens
+        self.computed = [min(count, num_tokens) for count in self.computed]
+        self._drop_lookahead()
+
+    def forked(self, child_ids: list[SequenceId]) -> list[SequenceState]:
+        """The states of the children, who have everything computed, as has the parent."""
+        self.computed = [self.num_tokens] * len(self.computed)
+        self._drop_lookahead()
+        return [
+            SequenceState(
+                child_id,
+                num_tokens=self.num_tokens,
+                num_cached_tokens=self.num_tokens,
+                block_table=self.block_table[:],
+                block_size=self.block_size,
+                num_layers=len(self.computed),
+            )
+            for child_id in child_ids
+        ]
+
+    def _drop_lookahead(self) -> None:
+        del self.block_table[-(-self.num_tokens // self.block_size) :]
+
+
+class SequenceView:
+    """The properties of a client's sequence. They are the ones of the last reply."""
+
+    _state: SequenceState
+
+    @property
+    def sequence_id(self) -> SequenceId:
+        return self._state.sequence_id
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens with ids: the prompt and what was appended."""
+        return self._state.num_tokens
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Tokens whose K/V were in place when the sequence was made."""
+        return self._state.num_cached_tokens
+
+    @property
+    def num_computed_tokens(self) -> int:
+        """Tokens with K/V in all layers."""
+        return min(self._state.computed)
+
+    @property
+    def block_ids(self) -> BlockIds:
+        """The block table, lookahead included: a copy, `[blocks] int32`."""
+        return np.array(self._state.block_table, dtype=np.int32)
+
+    @property
+    def is_freed(self) -> bool:
+        return self._state.is_freed
+
+    def __repr__(self) -> str:
+        state = self._state
+        return (
+            f"<{type(self).__name__} {state.sequence_id:#018x}: {state.num_tokens} tokens, "
+            f"{state.num_cached_tokens} cached, {len(state.block_table)} blocks"
+            f"{', freed' if state.is_freed else ''}>"
+        )

@@ -1,0 +1,302 @@
+"""The client for threads. `aio` has its twin, which differs by await; a test compares the two.
+
+Owns the channel, the client's random owner id and the sending of calls; what is sent and what a
+reply means is in `messages` and `*_calls`. A client may be used by many threads at once, a
+sequence by one at a time. Not to be shared with a forked process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Rows
+from types import TracebackType
+from typing import Self
+
+import grpc
+import numpy.typing as npt
+
+from prefixcache.client import attention_calls, messages, sequence_calls
+from prefixcache.client.channel import (
+    DEFAULT_MAX_MESSAGE_BYTES,
+    DEFAULT_TIMEOUT_S,
+    channel_options,
+    make_stubs,
+    resolve_target,
+)
+from prefixcache.client.messages import Call, ResultT
+from prefixcache.client.results import SequenceInfo, ServerInfo
+from prefixcache.client.sequence_state import SequenceState
+from prefixcache.client.sync_sequence import Sequence
+from prefixcache.client.tensors import TensorT
+from prefixcache.core.stats import PoolStats
+from prefixcache.errors import FailedPreconditionError, InvalidArgumentError
+from prefixcache.rpc.status import from_rpc_error
+from prefixcache.types import (
+    AppendResult,
+    CacheUse,
+    CommitResult,
+    ExtraKeys,
+    FullHit,
+    LookupResult,
+    ResultCode,
+)
+
+
+class Client:
+    """A connection to one daemon, and the owner of the sequences made through it.
+
+    target: `unix:/path` or `host:port`.
+    timeout_s: deadline of each call, repeats by gRPC included; every method takes another.
+    expected_fingerprint: 32 bytes; FingerprintMismatchError if the daemon's layout or model is
+        another. Without it the daemon of the first call sets what later calls expect, so that a
+        daemon that was restarted with another layout refuses.
+    max_message_bytes: largest request or reply; the daemon has a limit of its own.
+    channel: instead of a target, a channel that stays the caller's to close; it is best made with
+        `channel_options()`.
+
+    Nothing connects before the first call, which asks for `server_info`. Raises the errors of
+    `prefixcache.errors`: those of the daemon, UnavailableError if it cannot be reached,
+    DeadlineExceededError, and InvalidArgumentError for what cannot be sent. Calls that are safe
+    to repeat are, by gRPC, while the daemon is UNAVAILABLE. After a DeadlineExceededError it is
+    not known whether the daemon did its part: the same call once more finds out.
+
+    tokens: integers of 0 to 2^32 - 1 in a list, a numpy array or a torch tensor.
+    """
+
+    def __init__(
+        self,
+        target: str | None = None,
+        *,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        expected_fingerprint: bytes | None = None,
+        max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
+        channel: grpc.Channel | None = None,
+    ) -> None:
+        if (target is None) == (channel is None):
+            raise InvalidArgumentError("target", "give either a target or a channel")
+        self._own_channel: grpc.Channel | None = None
+        if channel is None:
+            options = channel_options(max_message_bytes)
+            channel = grpc.insecure_channel(resolve_target(target or ""), options)
+            self._own_channel = channel
+        self._stubs = make_stubs(channel)
+        self._timeout_s = timeout_s
+        self._fingerprint = expected_fingerprint
+        self._owner = messages.new_owner()
+        self._info: ServerInfo | None = None
+        self._is_closed = False
+
+    def close(self) -> None:
+        """End the connection. Sequences that are not freed live on until the owner's TTL."""
+        self._is_closed = True
+        if self._own_channel is not None:
+            self._own_channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    # ---- the daemon
+
+    def server_info(self, *, timeout_s: float | None = None) -> ServerInfo:
+        """Ask the daemon what it is. Raises FingerprintMismatchError."""
+        info = self._send(messages.server_info(self._fingerprint), timeout_s)
+        self._fingerprint = info.fingerprint
+        self._info = info
+        return info
+
+    def stats(self, *, timeout_s: float | None = None) -> PoolStats:
+        """One consistent snapshot of counters and gauges."""
+        return self._call(messages.stats(), timeout_s)
+
+    def reset_cache(self, force: bool = False, *, timeout_s: float | None = None) -> int:
+        """Drop every cached hash; returns how many there were. Never repeated by itself.
+
+        Raises BlocksInUseError while blocks are referenced, unless forced.
+        """
+        return self._call(messages.reset_cache(force), timeout_s)
+
+    def list_sequences(self, *, timeout_s: float | None = None) -> list[SequenceInfo]:
+        """All live sequences of all clients, oldest first, in calls of 1000 each."""
+        page = self._call(messages.list_sequences(""), timeout_s)
+        found = list(page.sequences)
+        while page.next_page_token:
+            page = self._call(messages.list_sequences(page.next_page_token), timeout_s)
+            found += page.sequences
+        return found
+
+    # ---- prompts
+
+    def lookup(
+        self,
+        tokens: npt.ArrayLike,
+        *,
+        extra_keys: ExtraKeys | None = None,
+        num_lookahead_tokens: int = 0,
+        full_hit: FullHit = FullHit.LAST_TOKEN,
+        want_hashes: bool = False,
+        timeout_s: float | None = None,
+    ) -> LookupResult:
+        """What `sequence` would find now. Changes nothing; valid until the pool changes.
+
+        want_hashes: return the hash of each full block of the prompt too.
+        """
+        call = messages.lookup(tokens, extra_keys, num_lookahead_tokens, full_hit, want_hashes)
+        return self._call(call, timeout_s)
+
+    def sequence(
+        self,
+        tokens: npt.ArrayLike,
+        *,
+        extra_keys: ExtraKeys | None = None,
+        num_lookahead_tokens: int = 0,
+        cache_use: CacheUse = CacheUse.READ_WRITE,
+        full_hit: FullHit = FullHit.LAST_TOKEN,
+        resumed: bool = False,
+        request_id: str | None = None,
+        timeout_s: float | None = None,
+    ) -> Sequence:
+        """Allocate a prompt; `with` frees it at the end.
+
+        num_lookahead_tokens: slots to reserve for draft tokens.
+        resumed: the request was preempted and comes again, which is not counted as a query.
+        request_id: names the request within this client, random if not given. The same call with
+            the same name is answered with the same sequence as long as that is unchanged: so a
+            sequence that a DeadlineExceededError left unknown can be had.
+
+        Raises NoRoomError, ExceedsPoolError, RequestIdConflictError, FingerprintMismatchError or
+        DrainingError.
+        """
+        info = self._ready(timeout_s)
+        call = sequence_calls.allocate(
+            self._owner,
+            info,
+            tokens,
+            extra_keys=extra_keys,
+            num_lookahead_tokens=num_lookahead_tokens,
+            cache_use=cache_use,
+            full_hit=full_hit,
+            resumed=resumed,
+            request_id=request_id,
+        )
+        return Sequence(self, self._send(call, timeout_s))
+
+    # ---- batches
+
+    def append(
+        self,
+        sequences: Rows[Sequence],
+        tokens: Rows[npt.ArrayLike],
+        num_kv_valid: npt.ArrayLike | None = None,
+        num_lookahead_tokens: npt.ArrayLike | None = None,
+        *,
+        extra_keys: Rows[ExtraKeys | None] | None = None,
+        timeout_s: float | None = None,
+    ) -> list[AppendResult]:
+        """Add tokens to many sequences in one call; see `Sequence.append` for the arguments.
+
+        A row that is refused is unchanged, says why in its `code`, and the rest go on; nothing is
+        raised for it.
+        """
+        call = sequence_calls.append(
+            self._owner, _states(sequences), tokens, num_kv_valid, num_lookahead_tokens, extra_keys
+        )
+        return self._call(call, timeout_s)
+
+    def commit(
+        self,
+        sequences: Rows[Sequence],
+        num_computed_tokens: npt.ArrayLike,
+        *,
+        timeout_s: float | None = None,
+    ) -> list[CommitResult]:
+        """Say how many more tokens of each sequence have their K/V; see `Sequence.commit`.
+
+        A row that is refused says why in its `code`; nothing is raised for it.
+        """
+        call = sequence_calls.commit(self._owner, _states(sequences), num_computed_tokens)
+        return self._call(call, timeout_s)
+
+    def free(
+        self, sequences: Rows[Sequence], *, timeout_s: float | None = None
+    ) -> list[ResultCode]:
+        """End sequences: OK, or NOT_FOUND for one that the daemon does not know any more."""
+        return self._call(sequence_calls.free(self._owner, _states(sequences)), timeout_s)
+
+    def prefill(
+        self,
+        layer: int,
+        sequences: Rows[Sequence],
+        num_tokens: npt.ArrayLike,
+        q: TensorT,
+        k: TensorT,
+        v: TensorT,
+        scale: float | None = None,
+        *,
+        timeout_s: float | None = None,
+    ) -> TensorT:
+        """Attention of new tokens in one layer; their K/V go into the daemon's blocks.
+
+        num_tokens: of each sequence, at least 1; T is their sum, rows one after the other.
+        q: [T, Hq, D]; k, v: [T, Hkv, D], in the dtype of the K/V storage.
+        scale: factor of q·k, 1/sqrt(D) by default.
+        Returns [T, Hq, D], causal over all tokens so far, cached ones included; of q's kind and
+        on its device.
+
+        Each layer goes on where it stands; a prompt may come in chunks. One bad row fails the
+        whole call before anything is written: SequenceNotFoundError, SequenceBusyError,
+        WrongPositionError, CommitBeyondTokensError, NoStorageError or InvalidArgumentError.
+        """
+        call = attention_calls.prefill(
+            self._owner, layer, _states(sequences), num_tokens, (q, k, v), scale
+        )
+        return self._call(call, timeout_s)
+
+    def decode(
+        self,
+        layer: int,
+        sequences: Rows[Sequence],
+        q: TensorT,
+        k: TensorT,
+        v: TensorT,
+        scale: float | None = None,
+        num_tokens: npt.ArrayLike | None = None,
+        *,
+        timeout_s: float | None = None,
+    ) -> TensorT:
+        """`prefill` for one new token of each of many sequences, or `num_tokens` of each."""
+        if num_tokens is None:
+            num_tokens = [1] * len(sequences)
+        call = attention_calls.decode(
+            self._owner, layer, _states(sequences), num_tokens, (q, k, v), scale
+        )
+        return self._call(call, timeout_s)
+
+    # ---- sending
+
+    def _ready(self, timeout_s: float | None) -> ServerInfo:
+        return self._info or self.server_info(timeout_s=timeout_s)
+
+    def _call(self, call: Call[ResultT], timeout_s: float | None) -> ResultT:
+        self._ready(timeout_s)
+        return self._send(call, timeout_s)
+
+    def _send(self, call: Call[ResultT], timeout_s: float | None) -> ResultT:
+        if self._is_closed:
+            raise FailedPreconditionError("the client is closed")
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        try:
+            reply = self._stubs[call.method](call.request, timeout=timeout_s)
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from error
+        return call.read(reply)
+
+
+def _states(sequences: Rows[Sequence]) -> list[SequenceState]:
+    return [sequence._state for sequence in sequences]

@@ -1,0 +1,145 @@
+"""A client's handle on one sequence of the daemon. `aio_sequence` has its twin.
+
+Owns the mirror of where the sequence stands; `Client` sends its calls. One thread at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Rows
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+import numpy.typing as npt
+
+from prefixcache.client import attention_calls, sequence_calls
+from prefixcache.client.sequence_state import SequenceState, SequenceView
+from prefixcache.client.tensors import TensorT
+from prefixcache.errors import PrefixCacheError
+from prefixcache.types import AppendResult, CommitResult, ExtraKeys
+
+if TYPE_CHECKING:
+    from prefixcache.client.sync import Client
+
+
+class Sequence(SequenceView):
+    """One request's tokens and blocks in the daemon, made by `Client.sequence` or `fork`.
+
+    It knows where it stands, so no call takes a position. `with` frees it at the end, also after
+    an error. Its properties are as of the last reply. Block ids change only in the reply to a
+    call on this sequence. Errors: as for `Client`, SequenceNotFoundError once it is freed.
+    """
+
+    def __init__(self, client: Client, state: SequenceState) -> None:
+        self._client = client
+        self._state = state
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        try:
+            self.free()
+        except PrefixCacheError as failure:
+            if error is None:
+                raise
+            error.add_note(f"and the sequence could not be freed: {failure}")
+
+    def append(
+        self,
+        tokens: npt.ArrayLike,
+        num_kv_valid: int = 0,
+        num_lookahead_tokens: int = 0,
+        *,
+        extra_keys: ExtraKeys | None = None,
+        timeout_s: float | None = None,
+    ) -> AppendResult:
+        """Add tokens and the blocks that they need. The result is `OK`; a refusal is raised.
+
+        num_kv_valid: how many of the tokens already have their K/V (accepted drafts).
+        num_lookahead_tokens: slots to reserve for draft tokens after them.
+        extra_keys: of these tokens, with offsets from the sequence's start.
+
+        A shared, cached last block is copied first: `copies`. Without K/V storage in the daemon
+        the caller copies it, before its next call. Raises NoRoomError, ExceedsPoolError,
+        SequenceBusyError or WrongPositionError.
+        """
+        call = sequence_calls.append_one(
+            self._client._owner, self._state, tokens, num_kv_valid, num_lookahead_tokens, extra_keys
+        )
+        return self._client._call(call, timeout_s)
+
+    def commit(self, num_computed_tokens: int, *, timeout_s: float | None = None) -> CommitResult:
+        """So many more tokens have their K/V in all layers: full blocks become findable.
+
+        Only for a daemon without K/V storage, else StorageOwnedError. Raises
+        CommitBeyondTokensError, SequenceBusyError or WrongPositionError.
+        """
+        call = sequence_calls.commit_one(self._client._owner, self._state, num_computed_tokens)
+        return self._client._call(call, timeout_s)
+
+    def fork(
+        self,
+        num_children: int = 1,
+        *,
+        request_ids: Rows[str] | None = None,
+        timeout_s: float | None = None,
+    ) -> list[Sequence]:
+        """Children that share all blocks; each is to be freed. Both sides lose their lookahead.
+
+        request_ids: one a child, as in `Client.sequence`; random if not given.
+        Raises NotComputedError while tokens are left to compute, SequenceBusyError,
+        WrongPositionError, RequestIdConflictError or DrainingError.
+        """
+        call = sequence_calls.fork(self._client._owner, self._state, num_children, request_ids)
+        return [Sequence(self._client, child) for child in self._client._call(call, timeout_s)]
+
+    def truncate(self, num_tokens: int, *, timeout_s: float | None = None) -> tuple[int, ...]:
+        """Keep the first `num_tokens` (1 to the present length); all lookahead goes.
+
+        Returns the block ids dropped, in table order. Raises SequenceBusyError.
+        """
+        call = sequence_calls.truncate(self._client._owner, self._state, num_tokens)
+        return self._client._call(call, timeout_s)
+
+    def free(self, *, timeout_s: float | None = None) -> None:
+        """Give the blocks back; full ones stay findable. Once freed, or unknown to the daemon,
+        there is nothing more to do."""
+        if not self.is_freed:
+            self._client.free([self], timeout_s=timeout_s)
+
+    def prefill(
+        self,
+        layer: int,
+        q: TensorT,
+        k: TensorT,
+        v: TensorT,
+        scale: float | None = None,
+        *,
+        timeout_s: float | None = None,
+    ) -> TensorT:
+        """`Client.prefill` of this sequence alone, with all T tokens of q."""
+        call = attention_calls.prefill(
+            self._client._owner, layer, [self._state], None, (q, k, v), scale
+        )
+        return self._client._call(call, timeout_s)
+
+    def decode(
+        self,
+        layer: int,
+        q: TensorT,
+        k: TensorT,
+        v: TensorT,
+        scale: float | None = None,
+        *,
+        timeout_s: float | None = None,
+    ) -> TensorT:
+        """`Client.decode` of this sequence alone, with all T tokens of q."""
+        call = attention_calls.decode(
+            self._client._owner, layer, [self._state], None, (q, k, v), scale
+        )
+        return self._client._call(call, timeout_s)

@@ -1,0 +1,85 @@
+"""The async client behind the methods of the sync one, so that one test speaks to both."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from prefixcache import AsyncClient, AsyncSequence, Client
+from prefixcache.client.aio_sequence import OpeningSequence
+
+
+class Blocking:
+    """An async client or sequence whose methods wait for their result."""
+
+    def __init__(self, subject: Any, loop: asyncio.AbstractEventLoop) -> None:
+        self._subject = subject
+        self._loop = loop
+
+    def __getattr__(self, name: str) -> Any:
+        attribute = getattr(self._subject, name)
+        if not callable(attribute):
+            return attribute
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return self._wait(
+                lambda: attribute(
+                    *map(_unwrapped, args), **{key: _unwrapped(v) for key, v in kwargs.items()}
+                )
+            )
+
+        return call
+
+    def __enter__(self) -> Blocking:
+        self._wait(lambda: self._subject.__aenter__())
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._wait(lambda: self._subject.__aexit__(*error))
+
+    def _wait(self, start: Callable[[], Any]) -> Any:
+        async def run() -> Any:
+            result = start()
+            if isinstance(result, OpeningSequence) or inspect.isawaitable(result):
+                result = await result
+            return result
+
+        return self._wrapped(self._loop.run_until_complete(run()))
+
+    def _wrapped(self, value: Any) -> Any:
+        if isinstance(value, AsyncSequence):
+            return Blocking(value, self._loop)
+        if isinstance(value, list):
+            return [self._wrapped(entry) for entry in value]
+        return value
+
+
+def _unwrapped(value: Any) -> Any:
+    if isinstance(value, Blocking):
+        return value._subject
+    if isinstance(value, list):
+        return [_unwrapped(entry) for entry in value]
+    return value
+
+
+@contextmanager
+def open_client(kind: str, *args: Any, **kwargs: Any) -> Iterator[Any]:
+    """kind: "sync" or "async". Gives the methods of `Client` either way."""
+    if kind == "sync":
+        with Client(*args, **kwargs) as client:
+            yield client
+        return
+    loop = asyncio.new_event_loop()
+
+    async def make() -> AsyncClient:
+        return AsyncClient(*args, **kwargs)
+
+    try:
+        with Blocking(loop.run_until_complete(make()), loop) as client:
+            yield client
+    finally:
+        loop.run_until_complete(loop.shutdown_asyncgens())
+        loop.close()
