@@ -266,11 +266,11 @@ class BlockManagerMachine(RuleBasedStateMachine):
 
         self.repeatable(step)
 
-    def compute(self, sequence: ModelSequence) -> None:
-        """Compute what is missing of a sequence's tokens, in all layers."""
+    def compute(self, sequence: ModelSequence, drafts: int = 0) -> None:
+        """Compute what is missing of a sequence's tokens, and drafts, in all layers."""
         for layer in range(self.num_layers):
             start = sequence.computed[layer]
-            count = len(sequence.tokens) - start
+            count = len(sequence.tokens) + min(drafts, sequence.lookahead) - start
             if count > 0 and not sequence.busy:
                 self.write(sequence, layer, start, count)
 
@@ -411,6 +411,21 @@ class BlockManagerMachine(RuleBasedStateMachine):
 
         self.repeatable(step)
 
+    @rule(count=st.integers(1, 12))
+    def press(self, count: int) -> None:
+        """Somebody without use for the cache takes blocks for a moment: eviction."""
+        tokens = [9] * (count * self.model.size)
+        prompt = self.sequences.prepare(np.array(tokens, dtype=np.uint32), ExtraKeys())
+        result = self.both(
+            lambda: self.sequences.allocate(b"press", "", prompt, cache_use=CacheUse.NONE),
+            lambda: self.model.allocate(b"press", "", tokens, ExtraKeys(), cache_use=CacheUse.NONE),
+        )
+        if result is not None:
+            reply, (name, _, table) = result
+            assert reply.block_ids.tolist() == table
+            self.sequences.free(b"press", [reply.sequence_id])
+            self.model.free(b"press", name)
+
     @precondition(lambda self: self.last_step is not None)
     @rule()
     def repeat(self) -> None:
@@ -494,6 +509,12 @@ class BlockManagerMachine(RuleBasedStateMachine):
 
         self.repeatable(step)
 
+    @rule(number=PICK, drafts=st.sampled_from((0, 1, 4)))
+    def compute_all(self, number: int, drafts: int) -> None:
+        picked = self.pick(number)
+        if picked is not None:
+            self.compute(picked[1], drafts)
+
     @precondition(lambda self: self.attention)
     @rule(number=PICK, failed=RARELY)
     def end_attention(self, number: int, failed: bool) -> None:
@@ -558,6 +579,7 @@ class NoStorageMachine(BlockManagerMachine):
     num_layers = 1
 
     def write(self, sequence: ModelSequence, layer: int, start: int, count: int) -> None:
+        count = min(count, len(sequence.tokens) - start)
         self.commit_range(sequence.owner, sequence, start, count)
 
     def start_copies(self, owner: bytes, sequence: ModelSequence) -> None:
