@@ -1,0 +1,183 @@
+"""Reading a request trace, and token ids that share prefixes as the trace says.
+
+Owns the file format and the meaning of its ids; knows no cache. Immutable once read.
+
+One JSON object a line, in replay order (timestamps are not used):
+
+    input_length   prompt length in tokens, n
+    hash_ids       one id for each trace block of the prompt, in order
+    hash_runs      instead of hash_ids: [[first, count], ...], for first, first + 1, ... each
+
+A prompt has ceil(n / trace_block) ids, or floor(n / trace_block) without one for the partly filled
+last trace block, whose content is then unlike any other request's. Source of the format: the
+Mooncake traces (FAST'25), whose trace block is 512 tokens.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from prefixcache.errors import InvalidArgumentError
+from prefixcache.types import TokenIds
+
+_MAX_TOKEN_ID = 2**32 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class TraceRequest:
+    """One prompt. `keys`: `[ceil(num_tokens / trace_block)] uint32`, one a trace block.
+
+    A key stands for the content of its trace block and of everything before it, so two prompts
+    share their first k trace blocks exactly if their first k keys are equal.
+    """
+
+    num_tokens: int
+    keys: npt.NDArray[np.uint32]
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """All requests in replay order. `num_keys`: distinct keys, which are 1 to `num_keys`."""
+
+    trace_block: int
+    requests: tuple[TraceRequest, ...]
+    num_keys: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt tokens of all requests."""
+        return sum(request.num_tokens for request in self.requests)
+
+    def token_ids(self, request: TraceRequest) -> TokenIds:
+        """The prompt, `[num_tokens] uint32`: position p of the trace block with key k holds
+        `k * trace_block + p`. A new array at each call.
+        """
+        firsts = request.keys * np.uint32(self.trace_block)
+        offsets = np.arange(self.trace_block, dtype=np.uint32)
+        token_ids: TokenIds = np.add.outer(firsts, offsets).reshape(-1)[: request.num_tokens]
+        return token_ids
+
+    def num_blocks_without_eviction(self, block_size: int) -> int:
+        """Blocks of a pool that never evicts: all distinct content, and one partly filled block.
+
+        One is enough, since requests run one at a time and a block without a hash is reused first.
+        """
+        return self.num_keys * (self.trace_block // block_size) + 1
+
+
+def read_trace(path: Path, trace_block: int, first: int | None = None) -> Trace:
+    """Read the first `first` requests of a trace, all by default.
+
+    trace_block: tokens that one id of the file stands for. Raises OSError, or InvalidArgumentError
+    naming the line, also for a trace with more distinct blocks than uint32 token ids can tell
+    apart.
+    """
+    keys_of: dict[tuple[int, int | str], int] = {}
+    requests: list[TraceRequest] = []
+    for line_number, record in islice(_records(path), first):
+        try:
+            num_tokens = _num_tokens(record)
+            ids = _block_ids(record, num_tokens, trace_block)
+        except ValueError as error:
+            raise _bad_line(line_number, str(error)) from error
+        if len(ids) * trace_block < num_tokens:
+            ids.append(f"tail of {line_number}")
+        requests.append(TraceRequest(num_tokens, _chain(keys_of, ids)))
+    num_keys = len(keys_of)
+    if (num_keys + 1) * trace_block - 1 > _MAX_TOKEN_ID:
+        raise InvalidArgumentError(
+            "trace",
+            f"{num_keys} distinct blocks of {trace_block} tokens need more than 2**32 token ids; "
+            "read fewer requests",
+            num_keys=num_keys,
+        )
+    return Trace(trace_block, tuple(requests), num_keys)
+
+
+def _records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Each line that is not blank, with its number from 1."""
+    with path.open("rb") as file:
+        for line_number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            try:
+                record = json.loads(line)
+            except ValueError as error:
+                raise _bad_line(line_number, f"is not JSON: {error}") from error
+            if not isinstance(record, dict):
+                raise _bad_line(line_number, "is not a JSON object")
+            yield line_number, record
+
+
+def _bad_line(line_number: int, problem: str) -> InvalidArgumentError:
+    return InvalidArgumentError("trace", f"line {line_number}: {problem}", line=line_number)
+
+
+def _num_tokens(record: dict[str, Any]) -> int:
+    num_tokens = record.get("input_length")
+    if type(num_tokens) is not int or num_tokens < 1:
+        raise ValueError(f"input_length is {num_tokens!r}, must be an integer of at least 1")
+    return num_tokens
+
+
+def _block_ids(record: dict[str, Any], num_tokens: int, trace_block: int) -> list[int | str]:
+    # A wrong trace_block shows here; cutting surplus ids would give wrong counts in silence.
+    fewest, most = num_tokens // trace_block, -(-num_tokens // trace_block)
+    runs = _runs(record)
+    num_ids = sum(count for _, count in runs)
+    if not fewest <= num_ids <= most:
+        raise ValueError(
+            f"has {num_ids} ids for {num_tokens} tokens; trace blocks of {trace_block} tokens "
+            f"make {fewest} or {most}"
+        )
+    return [block_id for first, count in runs for block_id in range(first, first + count)]
+
+
+def _runs(record: dict[str, Any]) -> list[tuple[int, int]]:
+    """The ids of either spelling as runs of (first, count)."""
+    if "hash_ids" in record:
+        ids = record["hash_ids"]
+        if not isinstance(ids, list) or not all(type(block_id) is int for block_id in ids):
+            raise ValueError("hash_ids is not a list of integers")
+        return [(block_id, 1) for block_id in ids]
+    runs = record.get("hash_runs")
+    if runs is None:
+        raise ValueError("has neither hash_ids nor hash_runs")
+    if not isinstance(runs, list) or not all(map(_is_run, runs)):
+        raise ValueError("hash_runs is not a list of [first, count] with counts of at least 1")
+    return [(first, count) for first, count in runs]
+
+
+def _is_run(run: object) -> bool:
+    return (
+        isinstance(run, list)
+        and len(run) == 2
+        and all(type(number) is int for number in run)
+        and run[1] >= 1
+    )
+
+
+def _chain(
+    keys_of: dict[tuple[int, int | str], int], ids: list[int | str]
+) -> npt.NDArray[np.uint32]:
+    """Keys of a chain of ids. A key is interned from (key of the block before, id), 0 before all,
+    so equal ids at other places or after other prefixes are other content.
+    """
+    key = 0
+    keys = []
+    for block_id in ids:
+        link = (key, block_id)
+        found = keys_of.get(link)
+        if found is None:
+            found = keys_of[link] = len(keys_of) + 1
+        key = found
+        keys.append(key)
+    return np.array(keys, dtype=np.uint32)

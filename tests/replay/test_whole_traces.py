@@ -1,0 +1,106 @@
+"""Whole traces against the oracle. `make oracle` sets ORACLE_TRACES to the folder that holds them,
+expected.jsonl (the oracle's own counts) and oracle.py, which is run for rows not listed there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from prefixcache.replay import InProcessTarget, Trace, read_trace, replay_trace
+from tests.replay.cuts import Row, assert_counts_equal, pool_size
+from tests.replay.open_target import open_target
+
+pytestmark = pytest.mark.oracle
+
+TRACE_BLOCKS = {
+    "edge_4": 4,
+    "mooncake_conversation": 512,
+    "mooncake_synthetic": 512,
+    "agentic_64": 64,
+}
+EDGE_POOLS = ("30", "100", "400", "inf")
+POOLS = ("1000", "10000", "100000", "inf")
+CASES = [
+    *(("edge_4", 4, pool, "sha256_cbor") for pool in EDGE_POOLS),
+    ("edge_4", 4, "50", "xxhash_cbor"),
+    ("edge_4", 2, "70", "sha256_cbor"),
+    ("edge_4", 1, "300", "xxh3"),
+    *(("mooncake_conversation", 512, pool, "sha256_cbor") for pool in POOLS),
+    ("mooncake_conversation", 512, "10000", "xxhash_cbor"),
+    ("mooncake_conversation", 64, "80000", "sha256_cbor"),
+    *(("mooncake_synthetic", 512, pool, "sha256_cbor") for pool in POOLS),
+    ("mooncake_synthetic", 512, "10000", "xxh3"),
+    *(("agentic_64", 64, pool, "sha256_cbor") for pool in POOLS),
+    ("agentic_64", 64, "10000", "xxh3"),
+]
+
+DAEMON_CASES = [
+    ("edge_4", "30"),
+    ("edge_4", "100"),
+    ("edge_4", "400"),
+    ("mooncake_conversation", "10000"),
+    ("mooncake_synthetic", "1000"),
+    ("agentic_64", "10000"),
+]
+
+
+@pytest.mark.parametrize(("name", "block_size", "pool", "hash_algorithm"), CASES)
+def test_counts_equal_the_oracles_at_every_request(
+    name: str, block_size: int, pool: str, hash_algorithm: str
+) -> None:
+    trace, row = whole_trace(name), oracle_row(name, block_size, pool)
+    target = InProcessTarget(pool_size(trace, row), block_size, hash_algorithm)
+    assert_counts_equal(replay_trace(trace, target), row)
+
+
+@pytest.mark.parametrize(("name", "pool"), DAEMON_CASES)
+def test_counts_are_the_same_through_a_daemon(name: str, pool: str) -> None:
+    block_size = TRACE_BLOCKS[name]
+    with open_target("daemon", int(pool), block_size) as target:
+        result = replay_trace(whole_trace(name), target)
+    assert_counts_equal(result, oracle_row(name, block_size, pool))
+
+
+def test_the_conversation_trace_takes_under_20_seconds_in_process() -> None:
+    trace = whole_trace("mooncake_conversation")
+    assert replay_trace(trace, InProcessTarget(10_000, 512)).seconds < 20
+
+
+def folder() -> Path:
+    path = os.environ.get("ORACLE_TRACES")
+    if not path:
+        raise RuntimeError("ORACLE_TRACES must name the folder of the whole traces: make oracle")
+    return Path(path)
+
+
+@cache
+def whole_trace(name: str) -> Trace:
+    return read_trace(folder() / f"{name}.jsonl", TRACE_BLOCKS[name])
+
+
+@cache
+def listed_rows() -> dict[tuple[str, int, str], Row]:
+    lines = (folder() / "expected.jsonl").read_text().splitlines()
+    rows = [row for row in map(json.loads, lines) if row["preset"] == "radix"]
+    return {(row["trace"], row["block_size"], row["pool"]): row for row in rows}
+
+
+def oracle_row(name: str, block_size: int, pool: str) -> Row:
+    listed = listed_rows().get((name, block_size, pool))
+    if listed is not None:
+        return listed
+    command = [
+        *(sys.executable, str(folder() / "oracle.py"), str(folder() / f"{name}.jsonl")),
+        *("--trace-block", str(TRACE_BLOCKS[name]), "--block-size", str(block_size)),
+        *("--preset", "radix", "--pool", pool),
+    ]
+    output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    row: Row = json.loads(output)
+    return row
