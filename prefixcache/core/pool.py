@@ -22,6 +22,8 @@ that a chain is eaten from its end).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
@@ -134,8 +136,7 @@ class Pool:
         if len(cached):
             self._num_evictable -= len(cached)
             self._state[cached] = PLAIN
-            for block in cached.tolist():
-                self._evict(block)
+            self._evict(cached.tolist())
         return taken
 
     def release(self, block_ids: BlockIds) -> None:
@@ -168,29 +169,18 @@ class Pool:
         becomes a standby. Returns how many blocks were registered or stand by: fewer than given
         if a hash is taken by other content, and then nothing from that block on is registered.
         """
-        contents = self._contents
-        if contents is not None:
-            contents.write(block_ids, chain, parent)
-        for index, (block, block_hash) in enumerate(
-            zip(block_ids.tolist(), chain.hashes, strict=True)
-        ):
-            holder = self._index.get(block_hash)
-            if holder is None:
-                self._index[block_hash] = block
-                self._state[block] = REGISTERED
-                if contents is not None:
-                    contents.enter(block)
-            elif contents is None or contents.same(holder, block):
-                self._standbys.setdefault(block_hash, []).append(block)
-                self._state[block] = STANDBY
-                if contents is not None:
-                    contents.enter_as(block, holder)
-            else:
-                return index
-            self._hash_of[block] = block_hash
-            if contents is not None and index + 1 < len(block_ids):
-                contents.link(int(block_ids[index + 1]), block)
-        return len(block_ids)
+        if self._contents is not None:
+            self._contents.write(block_ids, chain)
+        done = 0
+        while done < len(block_ids):
+            before = int(block_ids[done - 1]) if done else parent
+            num_new = self._register_new(block_ids[done:], chain.hashes[done:], before)
+            done += num_new
+            if num_new == 0:
+                if not self._stand_by(int(block_ids[done]), chain.hashes[done], before):
+                    return done
+                done += 1
+        return done
 
     def clear(self) -> None:
         """Drop every hash. Free cached blocks become blank where they are in the queue."""
@@ -204,15 +194,47 @@ class Pool:
 
     # ---- inside
 
-    def _evict(self, block: int) -> None:
-        block_hash = self._hash_of[block]
-        assert block_hash is not None
-        self._hash_of[block] = None
-        standbys = self._standbys.get(block_hash)
-        if not standbys:
-            del self._index[block_hash]
-            self.num_evictions += 1
-            return
+    def _register_new(
+        self, block_ids: BlockIds, hashes: Sequence[BlockHash], parent: int | None
+    ) -> int:
+        """Register blocks up to the first whose hash is taken; returns how many."""
+        count = 0
+        for block, block_hash in zip(block_ids.tolist(), hashes, strict=True):
+            if self._index.setdefault(block_hash, block) != block:
+                break
+            self._hash_of[block] = block_hash
+            count += 1
+        registered = block_ids[:count]
+        self._state[registered] = REGISTERED
+        if self._contents is not None and count:
+            self._contents.enter(registered, parent)
+        return count
+
+    def _stand_by(self, block: int, block_hash: BlockHash, parent: int | None) -> bool:
+        """Let a block stand by for the one that has its hash; False if that has other content."""
+        holder = self._index[block_hash]
+        if self._contents is not None and not self._contents.enter_as(block, holder, parent):
+            return False
+        self._standbys.setdefault(block_hash, []).append(block)
+        self._state[block] = STANDBY
+        self._hash_of[block] = block_hash
+        return True
+
+    def _evict(self, blocks: list[int]) -> None:
+        hash_of, index, standbys = self._hash_of, self._index, self._standbys
+        for block in blocks:
+            block_hash = hash_of[block]
+            assert block_hash is not None
+            hash_of[block] = None
+            if block_hash in standbys:
+                self._promote(block_hash)
+            else:
+                del index[block_hash]
+                self.num_evictions += 1
+
+    def _promote(self, block_hash: BlockHash) -> None:
+        """The registered block is gone: the longest standing standby takes its place."""
+        standbys = self._standbys[block_hash]
         heir = standbys.pop(0)
         if not standbys:
             del self._standbys[block_hash]
@@ -272,35 +294,41 @@ class _Contents:
                 equal[index] &= self._extra_keys.get(block, b"") == extra_keys[index]
         return count if equal.all() else int(equal.argmin())
 
-    def write(self, block_ids: BlockIds, chain: Chain, parent: int | None) -> None:
-        count = len(block_ids)
-        self._token_ids[block_ids] = chain.token_ids.reshape(count, -1)
-        for index, block in enumerate(block_ids.tolist()):
-            extra_keys = chain.extra_keys[index] if chain.extra_keys is not None else b""
-            if extra_keys:
-                self._extra_keys[block] = extra_keys
+    def write(self, block_ids: BlockIds, chain: Chain) -> None:
+        """Keep the content of blocks that are about to be entered."""
+        self._token_ids[block_ids] = chain.token_ids.reshape(len(block_ids), -1)
+        if chain.extra_keys is None and not self._extra_keys:
+            return
+        extra_keys = chain.extra_keys or [b""] * len(block_ids)
+        for block, keys in zip(block_ids.tolist(), extra_keys, strict=True):
+            if keys:
+                self._extra_keys[block] = keys
             else:
                 self._extra_keys.pop(block, None)
-        if count:
-            first = int(block_ids[0])
-            self._parent[first] = ROOT_ENTRY if parent is None else self._entry[parent]
 
-    def same(self, left: int, right: int) -> bool:
-        return bool(
-            self._parent[left] == self._parent[right]
-            and (self._token_ids[left] == self._token_ids[right]).all()
-            and self._extra_keys.get(left) == self._extra_keys.get(right)
+    def enter(self, block_ids: BlockIds, parent: int | None) -> None:
+        """Give each of consecutive blocks a node of its own, chained from `parent`."""
+        count = len(block_ids)
+        entries = np.arange(self._last_entry + 1, self._last_entry + 1 + count, dtype=np.int64)
+        self._last_entry += count
+        self._entry[block_ids] = entries
+        self._parent[block_ids[1:]] = entries[:-1]
+        self._parent[block_ids[0]] = self._entry_of(parent)
+
+    def enter_as(self, block: int, holder: int, parent: int | None) -> bool:
+        """Share the holder's node if that has the same content and parent."""
+        same = (
+            self._parent[holder] == self._entry_of(parent)
+            and (self._token_ids[block] == self._token_ids[holder]).all()
+            and self._extra_keys.get(block) == self._extra_keys.get(holder)
         )
-
-    def enter(self, block: int) -> None:
-        self._last_entry += 1
-        self._entry[block] = self._last_entry
-
-    def enter_as(self, block: int, holder: int) -> None:
-        self._entry[block] = self._entry[holder]
-
-    def link(self, block: int, parent: int) -> None:
-        self._parent[block] = self._entry[parent]
+        if same:
+            self._entry[block] = self._entry[holder]
+            self._parent[block] = self._parent[holder]
+        return bool(same)
 
     def clear(self) -> None:
         self._extra_keys.clear()
+
+    def _entry_of(self, parent: int | None) -> int:
+        return ROOT_ENTRY if parent is None else int(self._entry[parent])
