@@ -8,6 +8,7 @@ answers must still be the exact ones, never another content's block.
 from __future__ import annotations
 
 import hashlib
+import random
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -545,6 +546,8 @@ class BlockManagerMachine(RuleBasedStateMachine):
             assert holder.blocks().tolist() == sequence.table
             assert holder.copy_holds == sequence.holds
             assert holder.computed == sequence.computed
+            assert holder.registers == sequence.registers
+            assert holder.num_cached_blocks == sequence.cached_blocks
             assert holder.tokens(0, holder.num_tokens).tolist() == sequence.tokens
 
     @invariant()
@@ -640,6 +643,116 @@ def run(machine: type[BlockManagerMachine], examples: int, steps: int) -> None:
     )
 
 
+def draw_prompt(rng: random.Random) -> list[int]:
+    trunk = rng.choice(TRUNKS)[: rng.randrange(15)]
+    return trunk + [rng.randrange(2) for _ in range(rng.randrange(1, 5))]
+
+
+def draw_step(rng: random.Random, machine: BlockManagerMachine) -> tuple[str, dict[str, Any]]:
+    """A rule and its arguments, weighted so that the pool is full of shared prefixes."""
+
+    def rarely(one_in: int) -> bool:
+        return rng.randrange(one_in) == 0
+
+    pick, slip = {"number": rng.randrange(8), "stranger": rarely(40)}, rng.choice((1, -1))
+    slip = slip if rarely(25) else 0
+    kind = rng.randrange(7) if rarely(4) else 0
+    name = rng.choices(list(WALK), list(WALK.values()))[0]
+    arguments: dict[str, dict[str, Any]] = {
+        "lookup": {
+            "prompt": draw_prompt(rng),
+            "kind": kind,
+            "lookahead": rng.randrange(5),
+            "full": rarely(2),
+        },
+        "allocate": {
+            "owner": rng.choice(OWNERS),
+            "request_id": rng.choice(REQUEST_IDS),
+            "prompt": draw_prompt(rng),
+            "kind": kind,
+            "lookahead": rng.choice((0, 0, 2, 5)),
+            "cache_use": rng.choice(list(CacheUse)) if rarely(3) else CacheUse.READ_WRITE,
+            "full_hit": rng.choice(list(FullHit)),
+            "resumed": rarely(10),
+            "compute": not rarely(3),
+        },
+        "append": {
+            **pick,
+            "tokens": [rng.randrange(2) for _ in range(rng.choice((0, 1, 1, 2, 3, 6)))],
+            "kind": kind,
+            "accepted": rng.randrange(4),
+            "lookahead": rng.choice((0, 0, 1, 4)),
+            "slip": slip,
+            "compute": rarely(2),
+        },
+        "fork": {**pick, "num_children": rng.choice((1, 1, 2)), "named": rarely(8), "slip": slip},
+        "truncate": {**pick, "cut": rng.choice((-1, 0, 1, 1, 2, 3, 5, 9)), "slip": slip},
+        "free": pick,
+        "compute_all": {"number": pick["number"], "drafts": rng.choice((0, 2, 4))},
+        "begin_attention": {
+            "numbers": [rng.randrange(8) for _ in range(rng.choice((1, 1, 2, 3)))],
+            "layer": rng.randrange(3),
+            "limit": rng.choice((1, 3, 20)),
+            "beyond": rng.choice((0, 4)),
+            "slip": slip,
+            "stranger": pick["stranger"],
+        },
+        "end_attention": {"number": rng.randrange(8), "failed": rarely(10)},
+        "commit": {**pick, "limit": rng.choice((0, 1, 3, 40)), "slip": slip, "beyond": rarely(20)},
+        "press": {"count": rng.randrange(1, 1 + machine.model.stats()["num_blocks"])},
+        "finish_copies": {},
+        "repeat": {},
+        "reset": {"force": rarely(3)},
+        "expire": {"seconds": rng.choice((1.0, 1.0, 3.0, 10.0))},
+    }
+    return name, arguments[name]
+
+
+WALK = {
+    "allocate": 22,
+    "append": 22,
+    "compute_all": 12,
+    "free": 18,
+    "truncate": 9,
+    "fork": 6,
+    "press": 6,
+    "begin_attention": 8,
+    "end_attention": 8,
+    "commit": 6,
+    "finish_copies": 8,
+    "lookup": 4,
+    "repeat": 5,
+    "reset": 1,
+    "expire": 1,
+}
+
+
+def walk(machine_class: type[BlockManagerMachine], seed: int, num_steps: int) -> None:
+    """A long random history. Hypothesis finds short failures; this one reaches deep states."""
+    rng = random.Random(seed)
+    machine = machine_class()
+    machine.start(
+        num_blocks=rng.randrange(4, 41), block_size=rng.choice((1, 2, 2, 4, 4)), caching=True
+    )
+    for number in range(num_steps):
+        name, arguments = draw_step(rng, machine)
+        able = {
+            "end_attention": machine.attention,
+            "repeat": machine.last_step,
+            "commit": machine.num_layers == 1,
+        }
+        if not able.get(name, True):
+            continue
+        try:
+            getattr(machine, name)(**arguments)
+            machine.agrees_with_the_model()
+            machine.invariants_hold()
+        except Exception as error:
+            error.add_note(f"seed {seed}, step {number}: {name}({arguments})")
+            raise
+    machine.teardown()
+
+
 MACHINES = (
     BlockManagerMachine,
     NoStorageMachine,
@@ -651,7 +764,24 @@ MACHINES = (
 
 @pytest.mark.parametrize("machine", MACHINES)
 def test_every_call_agrees_with_the_naive_model(machine: type[BlockManagerMachine]) -> None:
-    run(machine, examples=200, steps=50)
+    run(machine, examples=80, steps=40)
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_long_random_histories_agree_with_the_naive_model(
+    machine: type[BlockManagerMachine],
+) -> None:
+    for seed in range(60):
+        walk(machine, seed, 250)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("machine", MACHINES)
+def test_a_hundred_thousand_random_calls_agree_with_the_naive_model(
+    machine: type[BlockManagerMachine],
+) -> None:
+    for seed in range(1000, 1100):
+        walk(machine, seed, 1000)
 
 
 @pytest.mark.slow

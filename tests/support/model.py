@@ -58,6 +58,9 @@ class Span:
     identifier: str = ""
     digests: tuple[bytes, ...] = ()
 
+    def digest_of(self, block: int, size: int) -> bytes:
+        return self.digests[block - self.start // size]
+
 
 @dataclass
 class ModelSequence:
@@ -560,9 +563,8 @@ class Model:
             keys.append(("cache_salt", salt))
         for span in inside:
             if span.digests:
-                keys.append(
-                    ("prompt_embeds", span.digests[(start // self.size) - span.start // self.size])
-                )
+                digest = span.digest_of(start // self.size, self.size)
+                keys.append(("prompt_embeds", digest))
         return tuple(keys)
 
     def _hold(self, block_id: int) -> None:
@@ -749,7 +751,9 @@ class Model:
         labels = []
         for position, token in enumerate(tokens, start=first):
             pieces = [
-                (span.identifier, span.digests, position - span.start)
+                (span.identifier, position - span.start)
+                if span.identifier
+                else (span.digest_of(position // self.size, self.size), position % self.size)
                 for span in spans
                 if span.start <= position < span.end
             ]
