@@ -18,6 +18,8 @@ from prefixcache import errors
 from prefixcache.errors import PrefixCacheError
 
 ERROR_DOMAIN = "prefixcache"
+MAX_TEXT_CHARS = 512
+"""Length of a message or a field: statuses travel in trailers, and gRPC drops large trailers."""
 RETRY_DELAY_S = 0.1
 """Suggested wait before a request that found no room comes again."""
 
@@ -54,8 +56,8 @@ def to_status(error: PrefixCacheError, boot_id: bytes) -> grpc.Status:
     info = error_details_pb2.ErrorInfo(reason=error.reason, domain=ERROR_DOMAIN)
     info.metadata["boot_id"] = boot_id.hex()
     for name, value in error.fields.items():
-        info.metadata[name] = str(value)
-    status = status_pb2.Status(code=status_code(error).value[0], message=error.message)
+        info.metadata[name] = _cut(str(value))
+    status = status_pb2.Status(code=status_code(error).value[0], message=_cut(error.message))
     status.details.append(_packed(info))
     if isinstance(error, errors.NoRoomError):
         delay = duration_pb2.Duration(nanos=int(RETRY_DELAY_S * 1e9))
@@ -74,6 +76,10 @@ def from_rpc_error(error: grpc.RpcError) -> PrefixCacheError:
         return known.from_wire(message, fields)
     fallback = _BY_CODE.get(code, PrefixCacheError)
     return fallback.from_wire(f"{code.name}: {message}", {})
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= MAX_TEXT_CHARS else text[: MAX_TEXT_CHARS - 3] + "..."
 
 
 def _packed(message: error_details_pb2.ErrorInfo | error_details_pb2.RetryInfo) -> any_pb2.Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import re
 
 from prefixcache.errors import InvalidArgumentError
 from prefixcache.rpc._pb import admin_pb2
@@ -11,6 +12,7 @@ from prefixcache.server.daemon import Daemon
 
 DEFAULT_PAGE_SIZE = 100
 MAX_PAGE_SIZE = 1000
+_PAGE_TOKEN = re.compile("[0-9]{1,20}")
 
 
 class AdminService:
@@ -36,7 +38,7 @@ class AdminService:
         page_size = request.page_size or DEFAULT_PAGE_SIZE
         if page_size > MAX_PAGE_SIZE:
             raise InvalidArgumentError("page_size", f"is {page_size}, at most {MAX_PAGE_SIZE}")
-        if request.page_token and not request.page_token.isdecimal():
+        if request.page_token and not _PAGE_TOKEN.fullmatch(request.page_token):
             raise InvalidArgumentError("page_token", "is not from a reply of this call")
         after = int(request.page_token or 0)
         with self._sequences.lock:

@@ -36,10 +36,10 @@ def _arguments(request: attention_pb2.PrefillRequest | attention_pb2.DecodeReque
     checks.equal_lengths(batch, "sequence_ids", "start_positions", "num_tokens")
     checks.distinct(batch.sequence_ids)
     if 0 in batch.num_tokens:
-        raise InvalidArgumentError("batch.num_tokens", "is 0 in some row")
+        raise InvalidArgumentError("num_tokens", "is 0 in some row")
     scale = batch.scale if batch.HasField("scale") else None
     if scale is not None and not math.isfinite(scale):
-        raise InvalidArgumentError("batch.scale", f"is {scale}")
+        raise InvalidArgumentError("scale", f"is {scale}")
     tensors = tuple(
         codec.tensor_from_wire(tensor, name)
         for name, tensor in (("q", request.q), ("k", request.k), ("v", request.v))

@@ -21,6 +21,8 @@ from prefixcache.rpc.wire import column32, column64, twin
 from prefixcache.server import checks
 from prefixcache.server.daemon import Daemon
 
+_MAX_UINT32 = 2**32 - 1
+
 
 class CacheService:
     def __init__(self, daemon: Daemon) -> None:
@@ -44,7 +46,7 @@ class CacheService:
         return cache_pb2.LookupResponse(
             num_cached_tokens=found.num_cached_tokens,
             num_cached_blocks=found.num_cached_blocks,
-            num_blocks_needed=found.num_blocks_needed,
+            num_blocks_needed=min(found.num_blocks_needed, _MAX_UINT32),
             num_blocks_free=found.num_blocks_free,
             block_hashes=hashes,
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import secrets
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,7 @@ from prefixcache import __version__
 from prefixcache.core.hashing import HASH_ALGORITHMS, HASH_RECIPE_VERSION, Hasher
 from prefixcache.core.pool import Pool
 from prefixcache.core.sequences import Sequences
+from prefixcache.errors import InvalidArgumentError
 from prefixcache.rpc._pb import cache_pb2
 from prefixcache.storage.layout import KVLayout, fingerprint
 
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from prefixcache.engine import Engine
 
 API_VERSION = "v1"
+_REPLY_HEADROOM_BYTES = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,33 +58,48 @@ class LimitOptions:
 
 
 class Daemon:
-    """Everything that the servicers need. `is_draining` refuses new sequences."""
+    """Everything that the servicers need. `is_draining` refuses new sequences.
+
+    Raises InvalidArgumentError if a reply with all block ids is larger than a message may be: a
+    reply that cannot be sent would leave its caller with blocks that it does not know of.
+    """
 
     def __init__(
         self,
         cache: CacheOptions,
         model: ModelOptions | None = None,
         limits: LimitOptions | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         model, limits = model or ModelOptions(), limits or LimitOptions()
+        largest_reply = 4 * cache.num_blocks + _REPLY_HEADROOM_BYTES
+        if limits.max_message_bytes < largest_reply:
+            raise InvalidArgumentError(
+                "max_message_bytes",
+                f"is {limits.max_message_bytes}, and a reply with the ids of all "
+                f"{cache.num_blocks} blocks takes {largest_reply}",
+            )
         algorithm = HASH_ALGORITHMS[cache.hash_algorithm]
         verify = not algorithm.is_cryptographic if cache.verify_hits is None else cache.verify_hits
         hasher = Hasher(algorithm, cache.hash_seed, cache.block_size)
         self.boot_id = secrets.token_bytes(16)
         self.is_draining = False
-        self._started_s = time.monotonic()
+        self._clock = clock
+        self._started_s = clock()
         self.sequences = Sequences(
             Pool(cache.num_blocks, cache.block_size, verify),
             hasher,
             num_layers=model.layout.num_layers if model.layout else 1,
             caching=cache.prefix_caching,
             owner_ttl_s=cache.owner_ttl_s,
+            clock=clock,
         )
         self.engine = self._make_engine(model, cache.num_blocks)
         self.info = self._make_info(cache, model, limits, verify)
 
     def uptime_s(self) -> float:
-        return time.monotonic() - self._started_s
+        return self._clock() - self._started_s
 
     def close(self) -> None:
         """Give the K/V memory back. No call may be running."""

@@ -14,7 +14,10 @@ def configure_logs(log_format: str, level: str) -> None:
     renderer: structlog.types.Processor = (
         structlog.processors.JSONRenderer()
         if as_json
-        else structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())
+        # A traceback without local variables: those hold prompts, salts and the hash seed.
+        else structlog.dev.ConsoleRenderer(
+            colors=sys.stderr.isatty(), exception_formatter=structlog.dev.plain_traceback
+        )
     )
     processors: list[structlog.types.Processor] = [
         structlog.contextvars.merge_contextvars,

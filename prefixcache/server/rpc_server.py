@@ -6,11 +6,13 @@ server at every load tried, and handlers may block in numpy and torch.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
+from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from prefixcache.errors import InvalidArgumentError
 from prefixcache.rpc import wire
@@ -23,13 +25,14 @@ from prefixcache.server.handlers import add_services
 MIN_PING_INTERVAL_MS = 5_000
 """Clients may ping this often, with or without calls, before they are told to go away."""
 _HEALTH_WATCHERS = 4
+_REFLECTION_STREAMS = 16
 
 
 class RpcServer:
     """Serves one daemon on any number of addresses.
 
-    max_workers: calls that run at the same time; more of them wait. Health watches have threads
-    of their own.
+    max_workers: calls that run at the same time; more of them wait. Health watches and reflection
+    have threads of their own: a stream that its client forgot takes none from the calls.
     """
 
     def __init__(self, daemon: Daemon, *, max_workers: int) -> None:
@@ -61,9 +64,7 @@ class RpcServer:
             daemon.boot_id,
         )
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        reflection.enable_server_reflection(
-            [*wire.service_names(), health.SERVICE_NAME, reflection.SERVICE_NAME], self._server
-        )
+        self._add_reflection()
 
     def listen(self, address: str) -> str:
         """Add `unix:/path` or `host:port`; returns it, with the port that was bound.
@@ -87,6 +88,27 @@ class RpcServer:
         self._daemon.is_draining = True
         self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
         self._server.stop(drain_timeout_s).wait()
+
+    def _add_reflection(self) -> None:
+        """`reflection.enable_server_reflection` would hold a worker for each open stream."""
+        names = [*wire.service_names(), health.SERVICE_NAME, reflection.SERVICE_NAME]
+        servicer = reflection.ReflectionServicer(names)
+
+        def answer(requests: Any, context: grpc.ServicerContext) -> Iterator[Any]:
+            yield from servicer.ServerReflectionInfo(requests, context)
+
+        # How gRPC is told of a handler's own threads; the health servicer does the same.
+        answer.experimental_thread_pool = (  # type: ignore[attr-defined]
+            ThreadPoolExecutor(_REFLECTION_STREAMS, "reflection")
+        )
+        handler = grpc.stream_stream_rpc_method_handler(
+            answer,
+            request_deserializer=reflection_pb2.ServerReflectionRequest.FromString,
+            response_serializer=reflection_pb2.ServerReflectionResponse.SerializeToString,
+        )
+        self._server.add_registered_method_handlers(
+            reflection.SERVICE_NAME, {"ServerReflectionInfo": handler}
+        )
 
     def _set_health(self, status: int) -> None:
         for service in ("", *wire.service_names()):

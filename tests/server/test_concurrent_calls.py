@@ -1,0 +1,190 @@
+"""Many clients at once: whatever they do and however they leave, the books balance."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+import pytest
+
+from prefixcache.rpc._pb import attention_pb2, cache_pb2
+from prefixcache.server.daemon import CacheOptions, Daemon, ModelOptions
+from prefixcache.server.rpc_server import RpcServer
+from prefixcache.storage.layout import KVLayout
+from tests.support.daemon import running_daemon
+from tests.support.gate import held
+from tests.support.invariants import check_invariants
+from tests.support.stubs import METHODS, Peer, Refused, Stubs, connected
+
+NUM_BLOCKS, BLOCK_SIZE = 24, 4
+LAYOUT = KVLayout(1, 1, 8, BLOCK_SIZE, "float32")
+NUM_THREADS, CALLS_A_THREAD = 8, 120
+EXPECTED = {
+    "NO_ROOM",
+    "NOT_COMPUTED",
+    "SEQUENCE_BUSY",
+    "SEQUENCE_NOT_FOUND",
+    "WRONG_POSITION",
+    "BLOCKS_IN_USE",
+    "COMMIT_BEYOND_TOKENS",
+    "INVALID_ARGUMENT",  # a Truncate to a length that another thread has made too long
+}
+
+
+class Hammer:
+    """One thread's random calls on sequences that other threads of its owner use too."""
+
+    def __init__(
+        self, target: str, owner: bytes, shared: list[tuple[int, int]], seed: int, stored: bool
+    ) -> None:
+        self._target, self._owner, self._shared = target, owner, shared
+        self._random = random.Random(seed)
+        self._stored = stored
+
+    def run(self) -> None:
+        with connected(self._target) as stubs:
+            peer = Peer(stubs, self._owner)
+            for _ in range(CALLS_A_THREAD):
+                try:
+                    self._call(peer)
+                except Refused as refusal:
+                    assert refusal.reason in EXPECTED, refusal
+
+    def _call(self, peer: Peer) -> None:
+        choose = self._random
+        if not self._shared or choose.random() < 0.25:
+            tokens = [choose.randrange(2)] * choose.randrange(1, 20)
+            reply = peer.allocate(tokens, num_lookahead_tokens=choose.randrange(4))
+            self._shared.append((reply.sequence_id, len(tokens)))
+            return
+        sequence_id, n = choose.choice(self._shared)
+        calls: list[Callable[[], object]] = [
+            lambda: self._compute(peer, sequence_id, n),
+            lambda: self._compute(peer, sequence_id, n),
+            lambda: peer.append(sequence_id, n, [1, 2, 3]),
+            lambda: self._shared.extend((i, n) for i in peer.fork(sequence_id, n)),
+            lambda: peer.truncate(sequence_id, n, max(1, n - 3)),
+            lambda: peer.free(sequence_id),
+            lambda: peer.free(sequence_id, sequence_id),
+            lambda: peer.stubs.lookup([0] * 10),
+            lambda: peer.stubs.stats(),
+            lambda: peer.stubs.reset(force=choose.random() < 0.1),
+        ]
+        choose.choice(calls)()
+
+    def _compute(self, peer: Peer, sequence_id: int, n: int) -> None:
+        if not self._stored:
+            peer.commit(sequence_id, 0, n)
+            return
+        tensor = attention_pb2.Tensor(
+            data_type=attention_pb2.DATA_TYPE_FLOAT32, shape=[n, 1, 8], data=bytes(n * 8 * 4)
+        )
+        name = self._random.choice(["Prefill", "Decode"])
+        request = METHODS[name].request(
+            batch=peer.batch(0, [(sequence_id, 0, n)]), q=tensor, k=tensor, v=tensor
+        )
+        peer.stubs.call(name, request)
+
+
+@pytest.mark.parametrize("stored", [False, True], ids=["bare", "stored"])
+def test_the_books_balance_after_many_threads_did_as_they_liked(stored: bool) -> None:
+    model = ModelOptions(LAYOUT) if stored else None
+    owners = [bytes([number]) * 16 for number in range(3)]
+    shared: list[list[tuple[int, int]]] = [[] for _ in owners]
+    with running_daemon(CacheOptions(NUM_BLOCKS, BLOCK_SIZE), model) as running:
+        hammers = [
+            Hammer(running.target, owners[n % 3], shared[n % 3], seed=n, stored=stored)
+            for n in range(NUM_THREADS)
+        ]
+        with ThreadPoolExecutor(NUM_THREADS) as threads:
+            for future in [threads.submit(hammer.run) for hammer in hammers]:
+                future.result()
+        sequences = running.daemon.sequences
+        check_invariants(sequences)
+        with connected(running.target) as stubs:
+            for owner, used in zip(owners, shared, strict=True):
+                Peer(stubs, owner).free(*{sequence_id for sequence_id, _ in used})
+            stats = stubs.stats()
+        assert (stats.sequences, stats.owners, stats.referenced) == (0, 0, 0)
+        assert stats.evictable + stats.blank == NUM_BLOCKS
+        assert stats.evictable == stats.cached
+        assert stats.requests > NUM_THREADS and stats.queries_tokens > 0
+        check_invariants(sequences)
+
+
+def test_a_sequence_that_many_free_at_once_is_freed_once() -> None:
+    with running_daemon(CacheOptions(NUM_BLOCKS, BLOCK_SIZE)) as running:
+        with connected(running.target) as stubs:
+            peer = Peer(stubs)
+            ids = [peer.allocate([n] * 6).sequence_id for n in range(10)]
+            with ThreadPoolExecutor(NUM_THREADS) as threads:
+                replies = list(threads.map(lambda _: peer.free(*ids), range(NUM_THREADS)))
+            for codes in zip(*replies, strict=True):
+                assert sorted(codes) == [
+                    cache_pb2.RESULT_CODE_OK,
+                    *[cache_pb2.RESULT_CODE_NOT_FOUND] * (NUM_THREADS - 1),
+                ]
+            assert stubs.stats().blank == NUM_BLOCKS
+        check_invariants(running.daemon.sequences)
+
+
+def test_calls_that_run_out_of_time_are_done_whole_or_not_at_all() -> None:
+    cache = CacheOptions(NUM_BLOCKS, BLOCK_SIZE, owner_ttl_s=0.0)
+    # One worker: when a last call is answered, those before it have ended, one way or the other.
+    with running_daemon(cache, max_workers=1) as running:
+        sequences = running.daemon.sequences
+        with connected(running.target) as stubs:
+            with held(sequences, "prepare"):
+                codes = [allocate_in(stubs, 0.05)]
+            assert codes == [grpc.StatusCode.DEADLINE_EXCEEDED]
+            codes += [allocate_in(stubs, 0.0001 * (1 + n % 50)) for n in range(300)]
+            assert set(codes) <= {
+                grpc.StatusCode.OK,
+                grpc.StatusCode.DEADLINE_EXCEEDED,
+                grpc.StatusCode.RESOURCE_EXHAUSTED,
+            }
+            num_held = stubs.stats().sequences
+        check_invariants(sequences)
+        assert num_held >= codes.count(grpc.StatusCode.OK)
+        assert sequences.expire() == num_held
+        assert sequences.pool.num_blank == NUM_BLOCKS
+        check_invariants(sequences)
+
+
+def allocate_in(stubs: Stubs, timeout_s: float) -> grpc.StatusCode:
+    request = cache_pb2.AllocateRequest(owner=bytes(16), token_ids=range(6))
+    try:
+        stubs.call("Allocate", request, timeout_s)
+    except Refused as refusal:
+        return refusal.code
+    return grpc.StatusCode.OK
+
+
+def test_silent_owners_lose_their_sequences_and_no_one_else_does() -> None:
+    """What counts is the last call of an owner, on any sequence; the clock is turned by hand."""
+    now_s = 0.0
+    cache = CacheOptions(NUM_BLOCKS, BLOCK_SIZE, owner_ttl_s=10.0)
+    daemon = Daemon(cache, clock=lambda: now_s)
+    server = RpcServer(daemon, max_workers=2)
+    target = server.listen("127.0.0.1:0")
+    server.start()
+    with connected(target) as stubs:
+        silent, busy = Peer(stubs), Peer(stubs)
+        ids = [peer.allocate([n] * 5).sequence_id for n, peer in enumerate([silent, busy])]
+        kept = busy.allocate([9] * 5).sequence_id
+        now_s = 9.0
+        assert daemon.sequences.expire() == 0
+        # Refused, and a sign of life all the same.
+        assert busy.append(ids[1], 0, [1]).code == cache_pb2.RESULT_CODE_WRONG_POSITION
+        now_s = 10.0
+        assert daemon.sequences.expire() == 1
+        assert silent.free(ids[0]) == [cache_pb2.RESULT_CODE_NOT_FOUND]
+        assert busy.append(kept, 5, [1]).code == cache_pb2.RESULT_CODE_OK
+        now_s = 20.0
+        assert daemon.sequences.expire() == 2
+        stats = stubs.stats()
+        assert (stats.expired_sequences, stats.sequences, stats.referenced) == (3, 0, 0)
+        assert stats.uptime_s == 20.0
+    server.stop(1.0)

@@ -1,0 +1,249 @@
+"""The daemon's RPCs without our client: declared messages in, declared messages out.
+
+`Stubs` calls any RPC by its name, with a message or with hand-made bytes; `Peer` is one owner's
+calls with plain values. A status other than OK raises `Refused`, read from the wire here and not
+by the code under test.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+from google.protobuf.message import Message
+from google.rpc import error_details_pb2, status_pb2
+
+from prefixcache.rpc import wire
+from prefixcache.rpc._pb import admin_pb2, attention_pb2, cache_pb2
+
+TIMEOUT_S = 30.0
+"""Far above what any call takes: a test that hangs fails instead."""
+
+METHODS = {method.name: method for method in wire.methods()}
+
+
+class Refused(Exception):
+    """A call that ended with a status other than OK, and what the status carries."""
+
+    def __init__(self, error: grpc.RpcError) -> None:
+        super().__init__(f"{error.code().name}: {error.details()}")
+        self.code: grpc.StatusCode = error.code()
+        self.message: str = error.details() or ""
+        self.infos: list[error_details_pb2.ErrorInfo] = []
+        self.retry_delay_s: float | None = None
+        for key, value in error.trailing_metadata() or ():
+            if key == "grpc-status-details-bin":
+                self._read_details(status_pb2.Status.FromString(value))
+
+    def _read_details(self, status: status_pb2.Status) -> None:
+        assert status.code == self.code.value[0], "the two codes of a status differ"
+        assert status.message == self.message, "the two messages of a status differ"
+        for detail in status.details:
+            info, retry = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
+            if detail.Unpack(info):
+                self.infos.append(info)
+            elif detail.Unpack(retry):
+                self.retry_delay_s = retry.retry_delay.ToTimedelta().total_seconds()
+
+    @property
+    def reason(self) -> str:
+        return self.infos[0].reason if self.infos else ""
+
+    @property
+    def numbers(self) -> dict[str, str]:
+        return dict(self.infos[0].metadata) if self.infos else {}
+
+    @property
+    def field(self) -> str:
+        return self.numbers.get("field", "")
+
+
+class Stubs:
+    """Every RPC of every service over one channel."""
+
+    def __init__(self, channel: grpc.Channel) -> None:
+        self.channel = channel
+        self._calls = {
+            name: channel.unary_unary(
+                method.path,
+                request_serializer=_bytes_of,
+                response_deserializer=method.response.FromString,
+            )
+            for name, method in METHODS.items()
+        }
+
+    def call(self, name: str, request: Message | bytes, timeout_s: float = TIMEOUT_S) -> Any:
+        """The reply of RPC `name`; raises Refused."""
+        try:
+            return self._calls[name](request, timeout=timeout_s)
+        except grpc.RpcError as error:
+            raise Refused(error) from error
+
+    def start(self, name: str, request: Message | bytes) -> Any:
+        """Begin a call and return its future at once; `finish` it."""
+        return self._calls[name].future(request, timeout=TIMEOUT_S)
+
+    def finish(self, future: Any) -> Any:
+        try:
+            return future.result(timeout=TIMEOUT_S)
+        except grpc.RpcError as error:
+            raise Refused(error) from error
+
+    def refused(self, name: str, request: Message | bytes) -> Refused:
+        """Like `call` for one that must be refused; returns how."""
+        try:
+            reply = self.call(name, request)
+        except Refused as refusal:
+            return refusal
+        raise AssertionError(f"{name} was not refused: {reply}")
+
+    def stats(self) -> admin_pb2.GetStatsResponse:
+        reply: admin_pb2.GetStatsResponse = self.call("GetStats", admin_pb2.GetStatsRequest())
+        return reply
+
+    def info(self) -> cache_pb2.GetServerInfoResponse:
+        reply: cache_pb2.GetServerInfoResponse = self.call(
+            "GetServerInfo", cache_pb2.GetServerInfoRequest()
+        )
+        return reply
+
+    def reset(self, *, force: bool = False) -> int:
+        return int(self.call("ResetCache", admin_pb2.ResetCacheRequest(force=force)).num_dropped)
+
+    def lookup(self, token_ids: Iterable[int], **fields: Any) -> cache_pb2.LookupResponse:
+        request = cache_pb2.LookupRequest(token_ids=token_ids, **fields)
+        reply: cache_pb2.LookupResponse = self.call("Lookup", request)
+        return reply
+
+
+@contextmanager
+def connected(target: str) -> Iterator[Stubs]:
+    """Stubs over a channel of its own, without a limit on messages."""
+    unlimited = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
+    with grpc.insecure_channel(target, options=unlimited) as channel:
+        yield Stubs(channel)
+
+
+@dataclass(frozen=True)
+class Appended:
+    """One row of an Append's reply."""
+
+    code: int
+    new_block_ids: tuple[int, ...]
+    copies: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One sequence's part of an Append or of an attention call."""
+
+    sequence_id: int
+    start: int
+    token_ids: tuple[int, ...] = ()
+    num_kv_valid: int = 0
+    num_lookahead_tokens: int = 0
+
+
+class Peer:
+    """One owner's calls, with plain values."""
+
+    def __init__(self, stubs: Stubs, owner: bytes | None = None) -> None:
+        self.stubs = stubs
+        self.owner = os.urandom(16) if owner is None else owner
+
+    def allocate(self, token_ids: Iterable[int], **fields: Any) -> cache_pb2.AllocateResponse:
+        request = cache_pb2.AllocateRequest(owner=self.owner, token_ids=token_ids, **fields)
+        reply: cache_pb2.AllocateResponse = self.stubs.call("Allocate", request)
+        return reply
+
+    def append_request(self, rows: Sequence[Row]) -> cache_pb2.AppendRequest:
+        return cache_pb2.AppendRequest(
+            owner=self.owner,
+            sequence_ids=[row.sequence_id for row in rows],
+            start_positions=[row.start for row in rows],
+            num_tokens=[len(row.token_ids) for row in rows],
+            token_ids=[token for row in rows for token in row.token_ids],
+            num_kv_valid=[row.num_kv_valid for row in rows],
+            num_lookahead_tokens=[row.num_lookahead_tokens for row in rows],
+        )
+
+    def append_rows(self, rows: Sequence[Row]) -> list[Appended]:
+        return read_append(self.stubs.call("Append", self.append_request(rows)))
+
+    def append(
+        self, sequence_id: int, start: int, token_ids: Iterable[int], **counts: int
+    ) -> Appended:
+        return self.append_rows([Row(sequence_id, start, tuple(token_ids), **counts)])[0]
+
+    def commit(self, sequence_id: int, start: int, count: int) -> int:
+        """The result code; the count of cached blocks is not looked at."""
+        request = cache_pb2.CommitRequest(
+            owner=self.owner,
+            sequence_ids=[sequence_id],
+            start_positions=[start],
+            num_computed_tokens=[count],
+        )
+        return int(self.stubs.call("Commit", request).result_codes[0])
+
+    def fork(
+        self, sequence_id: int, num_tokens: int, request_ids: Sequence[str] = ("",)
+    ) -> list[int]:
+        request = cache_pb2.ForkRequest(
+            owner=self.owner,
+            sequence_id=sequence_id,
+            num_tokens=num_tokens,
+            request_ids=request_ids,
+        )
+        return list(self.stubs.call("Fork", request).sequence_ids)
+
+    def truncate(self, sequence_id: int, before: int, after: int) -> list[int]:
+        request = cache_pb2.TruncateRequest(
+            owner=self.owner,
+            sequence_id=sequence_id,
+            num_tokens_before=before,
+            num_tokens_after=after,
+        )
+        return list(self.stubs.call("Truncate", request).dropped_block_ids)
+
+    def free(self, *sequence_ids: int) -> list[int]:
+        request = cache_pb2.FreeRequest(owner=self.owner, sequence_ids=sequence_ids)
+        return list(self.stubs.call("Free", request).result_codes)
+
+    def batch(
+        self, layer: int, rows: Sequence[tuple[int, int, int]], scale: float | None = None
+    ) -> attention_pb2.AttentionBatch:
+        """rows: sequence id, start position and count of new tokens of each."""
+        return attention_pb2.AttentionBatch(
+            owner=self.owner,
+            layer=layer,
+            sequence_ids=[row[0] for row in rows],
+            start_positions=[row[1] for row in rows],
+            num_tokens=[row[2] for row in rows],
+            scale=scale,
+        )
+
+
+def read_append(reply: cache_pb2.AppendResponse) -> list[Appended]:
+    """The reply's columns, row by row; every value belongs to some row."""
+    new_ids = iter(reply.new_block_ids)
+    copies = iter(zip(reply.copy_sources, reply.copy_destinations, strict=True))
+    rows = [
+        Appended(
+            code,
+            tuple(next(new_ids) for _ in range(num_new)),
+            tuple(next(copies) for _ in range(num_copies)),
+        )
+        for code, num_new, num_copies in zip(
+            reply.result_codes, reply.num_new_blocks, reply.num_copies, strict=True
+        )
+    ]
+    assert not list(new_ids) and not list(copies)
+    return rows
+
+
+def _bytes_of(request: Message | bytes) -> bytes:
+    return request if isinstance(request, bytes) else request.SerializeToString()
