@@ -11,11 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pytest
 
 from prefixcache.core.hashing import HASH_ALGORITHMS, HashAlgorithm, Hasher
 from prefixcache.core.pool import Pool
 from prefixcache.core.sequence import AppendRow, AttentionTicket, CommitRow
 from prefixcache.core.sequences import Sequences
+from prefixcache.errors import PrefixCacheError
 from prefixcache.types import (
     NO_EXTRA_KEYS,
     AppendResult,
@@ -23,9 +25,10 @@ from prefixcache.types import (
     ExtraKeys,
     FullHit,
     LookupResult,
+    MultimodalItem,
     ResultCode,
 )
-from tests.support.invariants import check_invariants
+from tests.support.invariants import check_invariants, snapshot
 
 ONE, TWO = b"client one", b"client two"
 SEED = "a seed of the tests"
@@ -219,3 +222,26 @@ class Manager:
 
     def states(self, block_ids: list[int]) -> list[int]:
         return [self.pool.state_of(block) for block in block_ids]
+
+
+def refused(
+    manager: Manager, error: type[PrefixCacheError], call: Callable[[], object]
+) -> PrefixCacheError:
+    """The call is refused with that error and changes nothing."""
+    before = snapshot(manager.sequences)
+    with pytest.raises(error) as caught:
+        call()
+    assert snapshot(manager.sequences) == before
+    return caught.value
+
+
+def image(identifier: str, offset: int, num_tokens: int) -> ExtraKeys:
+    return ExtraKeys(multimodal_items=(MultimodalItem(identifier, offset, num_tokens),))
+
+
+def forked(manager: Manager, num_tokens: int = 6) -> tuple[Held, Held]:
+    """A sequence with all tokens computed, and its only fork."""
+    parent = manager.allocate(T(num_tokens))
+    manager.commit(parent)
+    (child,) = manager.fork(parent)
+    return parent, child

@@ -24,13 +24,7 @@ from prefixcache.core.hashing import (
     none_hash,
 )
 from prefixcache.errors import InvalidArgumentError
-from prefixcache.types import (
-    NO_EXTRA_KEYS,
-    ExtraKeys,
-    Lora,
-    MultimodalItem,
-    PromptEmbeds,
-)
+from prefixcache.types import NO_EXTRA_KEYS, ExtraKeys, Lora, MultimodalItem, PromptEmbeds
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "data" / "block_hashes.json").read_text())
 SEED = "a seed of the tests"

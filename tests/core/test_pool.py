@@ -7,12 +7,7 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from prefixcache.core.hashing import (
-    HASH_ALGORITHMS,
-    Chain,
-    HashAlgorithm,
-    Hasher,
-)
+from prefixcache.core.hashing import HASH_ALGORITHMS, Chain, HashAlgorithm, Hasher
 from prefixcache.core.pool import PLAIN, REGISTERED, STANDBY, Pool
 from prefixcache.types import NO_EXTRA_KEYS, BlockIds, ExtraKeys
 

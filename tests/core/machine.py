@@ -1,0 +1,590 @@
+"""Every call of the block manager as a rule, made on the real one and on the naive model.
+
+After each step every reply, the free order, index, ref counts, tables and counters agree with
+`tests.support.model`, and the invariants hold.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from prefixcache.core.hashing import HashAlgorithm, Hasher
+from prefixcache.core.pool import PLAIN, REGISTERED, STANDBY, Pool
+from prefixcache.core.sequence import AppendRow, CommitRow
+from prefixcache.core.sequences import Sequences
+from prefixcache.errors import PrefixCacheError
+from prefixcache.types import (
+    CacheUse,
+    ExtraKeys,
+    FullHit,
+    Lora,
+    MultimodalItem,
+    PromptEmbeds,
+    ResultCode,
+)
+from tests.support.invariants import check_invariants, snapshot
+from tests.support.model import BLANK, Model, ModelSequence, Refused, cbor_hash_block
+from tests.support.model import REGISTERED as MODEL_REGISTERED
+from tests.support.model import STANDBY as MODEL_STANDBY
+
+OWNERS = (b"one", b"two", b"three")
+REQUEST_IDS = ("", "", "", "q", "r")
+STATES = {PLAIN: BLANK, REGISTERED: MODEL_REGISTERED, STANDBY: MODEL_STANDBY}
+REFUSALS = {
+    ResultCode.NOT_FOUND: "SequenceNotFoundError",
+    ResultCode.WRONG_POSITION: "WrongPositionError",
+    ResultCode.BUSY: "SequenceBusyError",
+    ResultCode.NO_ROOM: "NoRoomError",
+    ResultCode.EXCEEDS_POOL: "ExceedsPoolError",
+    ResultCode.BEYOND_TOKENS: "CommitBeyondTokensError",
+}
+TRUNKS = ([0] * 40, [0, 1] * 20, [1, 1, 0, 0, 2] * 8)
+
+RARELY = st.integers(0, 9).map(lambda number: number == 9)
+PICK = st.integers(0, 7)
+PROMPT = st.builds(
+    lambda trunk, length, tail: TRUNKS[trunk][:length] + tail,
+    st.integers(0, 2),
+    st.integers(0, 14),
+    st.lists(st.integers(0, 1), min_size=1, max_size=4),
+)
+KEY_KIND = st.integers(0, 13)
+TOKENS = st.lists(st.integers(0, 1), max_size=6)
+SLIP = st.sampled_from((0,) * 12 + (1, -1))
+
+
+def sha256(data: bytes) -> bytes:
+    return hashlib.sha256(data).digest()
+
+
+def extra_keys(kind: int, size: int, first: int, num_tokens: int) -> ExtraKeys:
+    """Most kinds are none; spans lie in `[first, first + num_tokens)`.
+
+    An image's identifier tells its length, and an embedding's digest its place in the block, as
+    real ones do.
+    """
+    if kind == 1:
+        return ExtraKeys(lora=Lora("a", "/1"))
+    if kind == 2:
+        return ExtraKeys(lora=Lora("a", "/2"))
+    if kind == 3:
+        return ExtraKeys(cache_salt="a")
+    if kind == 4 and num_tokens > 2:
+        length = num_tokens - 2
+        return ExtraKeys(multimodal_items=(MultimodalItem(f"x{length}", first + 1, length),))
+    if kind == 5 and num_tokens > 1:
+        items = MultimodalItem("x1", first, 1), MultimodalItem("y1", first + num_tokens - 1, 1)
+        return ExtraKeys(lora=Lora("b"), cache_salt="s", multimodal_items=items)
+    if kind == 6 and num_tokens > 1:
+        start, end = first + num_tokens // 2, first + num_tokens
+        digests = tuple(
+            sha256(f"{max(start - block * size, 0)}:{min(end - block * size, size)}".encode())
+            for block in range(start // size, -(-end // size))
+        )
+        return ExtraKeys(prompt_embeds=(PromptEmbeds(start, end - start, digests),))
+    return ExtraKeys()
+
+
+class BlockManagerMachine(RuleBasedStateMachine):
+    """`sequences` and `model` do the same; `ids` maps the model's names to real ids."""
+
+    num_layers: ClassVar[int] = 3
+    digest: ClassVar[Callable[[bytes], bytes]] = staticmethod(sha256)
+    verify_hits: ClassVar[bool] = False
+
+    @initialize(
+        num_blocks=st.integers(4, 40),
+        block_size=st.sampled_from((1, 2, 2, 4, 4)),
+        caching=st.integers(0, 19).map(bool),
+    )
+    def start(self, num_blocks: int, block_size: int, caching: bool) -> None:
+        algorithm = HashAlgorithm("injected", 32, self.digest, True, False)
+        hasher = Hasher(algorithm, "a seed for the state machine", block_size)
+        self.now_s = 0.0
+        self.sequences = Sequences(
+            Pool(num_blocks, block_size, self.verify_hits),
+            hasher,
+            num_layers=self.num_layers,
+            caching=caching,
+            owner_ttl_s=10.0,
+            clock=lambda: self.now_s,
+        )
+        self.parent_of: dict[bytes, bytes] = {}
+        hash_block = cbor_hash_block(self.digest)
+
+        def hash_and_remember(parent: bytes, tokens: tuple, keys: tuple) -> bytes:
+            block_hash = hash_block(parent, tokens, keys)
+            self.parent_of[block_hash] = parent
+            return block_hash
+
+        self.model = Model(
+            num_blocks,
+            block_size,
+            self.num_layers,
+            hasher.none_hash,
+            hash_and_remember,
+            caching=caching,
+            owner_ttl_s=10.0,
+        )
+        self.ids: dict[int, int] = {}
+        self.attention: list[tuple[Any, tuple]] = []
+        self.copying: list[tuple[Any, int]] = []
+        self.last_step: Callable[[], None] | None = None
+
+    # ---- both sides
+
+    def both(self, real: Callable[[], Any], model: Callable[[], Any]) -> Any:
+        """Make a call on both; both succeed (the real result, the model's) or both refuse."""
+        before = snapshot(self.sequences)
+        try:
+            expected = model()
+        except Refused as refused:
+            with pytest.raises(PrefixCacheError) as caught:
+                real()
+            assert type(caught.value).__name__ == refused.name
+            for number in refused.numbers.items():
+                assert number in caught.value.fields.items()
+            assert snapshot(self.sequences) == before
+            return None
+        return real(), expected
+
+    def both_rows(self, real: Callable[[], list[Any]], model: Callable[[], Any]) -> Any:
+        """The same for a call with one row, whose refusal is a result code."""
+        before = snapshot(self.sequences)
+        try:
+            expected = model()
+        except Refused as refused:
+            (row,) = real()
+            code = getattr(row, "code", row)
+            assert REFUSALS[code] == refused.name
+            assert snapshot(self.sequences) == before
+            return None
+        (row,) = real()
+        assert getattr(row, "code", row) == ResultCode.OK
+        return row, expected
+
+    def repeatable(self, step: Callable[[], None]) -> None:
+        step()
+        self.last_step = step
+
+    def pick(self, number: int, stranger: bool = False) -> tuple[bytes, ModelSequence] | None:
+        """A sequence, with its owner or, as a mistake, another one."""
+        live = list(self.model.sequences.values())
+        if not live:
+            return None
+        sequence = live[-1 - number % len(live)]
+        owner = sequence.owner
+        if stranger:
+            owner = OWNERS[(OWNERS.index(owner) + 1) % len(OWNERS)]
+        return owner, sequence
+
+    # ---- rules
+
+    @rule(prompt=PROMPT, kind=KEY_KIND, lookahead=st.integers(0, 5), full=st.booleans())
+    def lookup(self, prompt: list[int], kind: int, lookahead: int, full: bool) -> None:
+        keys = extra_keys(kind, self.model.size, 0, len(prompt))
+        full_hit = FullHit.LAST_TOKEN if full else FullHit.LAST_BLOCK
+        before = snapshot(self.sequences)
+        found = self.sequences.lookup(
+            self.sequences.prepare(np.array(prompt, dtype=np.uint32), keys), lookahead, full_hit
+        )
+        assert snapshot(self.sequences) == before
+        assert (
+            found.num_cached_tokens,
+            found.num_cached_blocks,
+            found.num_blocks_needed,
+            found.num_blocks_free,
+        ) == self.model.lookup(prompt, keys, lookahead, full_hit)
+
+    @rule(
+        owner=st.sampled_from(OWNERS),
+        request_id=st.sampled_from(REQUEST_IDS),
+        prompt=PROMPT,
+        kind=KEY_KIND,
+        lookahead=st.sampled_from((0, 0, 0, 2, 5)),
+        cache_use=st.sampled_from((CacheUse.READ_WRITE,) * 5 + tuple(CacheUse)),
+        full_hit=st.sampled_from(FullHit),
+        resumed=RARELY,
+        compute=st.booleans(),
+    )
+    def allocate(
+        self,
+        owner: bytes,
+        request_id: str,
+        prompt: list[int],
+        kind: int,
+        compute: bool,
+        **options: Any,
+    ) -> None:
+        keys = extra_keys(kind, self.model.size, 0, len(prompt))
+
+        def step() -> None:
+            prepared = self.sequences.prepare(np.array(prompt, dtype=np.uint32), keys)
+            real_options = dict(options)
+            real_options["num_lookahead_tokens"] = real_options.pop("lookahead")
+            result = self.both(
+                lambda: self.sequences.allocate(owner, request_id, prepared, **real_options),
+                lambda: self.model.allocate(owner, request_id, prompt, keys, **options),
+            )
+            if result is not None:
+                reply, (name, cached, table) = result
+                assert self.ids.setdefault(name, reply.sequence_id) == reply.sequence_id
+                assert reply.num_cached_tokens == cached
+                assert reply.block_ids.tolist() == table
+                if compute and name in self.model.sequences:
+                    self.compute(self.model.sequences[name])
+
+        self.repeatable(step)
+
+    def compute(self, sequence: ModelSequence, drafts: int = 0) -> None:
+        """Compute what is missing of a sequence's tokens, and drafts, in all layers."""
+        for layer in range(self.num_layers):
+            start = sequence.computed[layer]
+            count = len(sequence.tokens) + min(drafts, sequence.lookahead) - start
+            if count > 0 and not sequence.busy:
+                self.write(sequence, layer, start, count)
+
+    def write(self, sequence: ModelSequence, layer: int, start: int, count: int) -> None:
+        rows = (sequence.owner, layer, [sequence.name], [start], [count])
+        self.begin(*rows)
+        self.end(len(self.attention) - 1, written=True)
+
+    @rule(
+        number=PICK,
+        tokens=TOKENS,
+        kind=KEY_KIND,
+        accepted=st.integers(0, 3),
+        lookahead=st.sampled_from((0, 0, 0, 1, 4)),
+        slip=SLIP,
+        stranger=RARELY,
+        compute=st.booleans(),
+    )
+    def append(
+        self,
+        number: int,
+        tokens: list[int],
+        kind: int,
+        accepted: int,
+        lookahead: int,
+        slip: int,
+        stranger: bool,
+        compute: bool,
+    ) -> None:
+        picked = self.pick(number, stranger)
+        if picked is None:
+            return
+        owner, sequence = picked
+        start = len(sequence.tokens) + slip
+        keys = extra_keys(kind if kind in (4, 6) else 0, self.model.size, start, len(tokens))
+        kv_valid = min(accepted, len(tokens))
+        row = AppendRow(
+            self.ids[sequence.name],
+            start,
+            np.array(tokens, dtype=np.uint32),
+            kv_valid,
+            lookahead,
+            keys,
+        )
+
+        def step() -> None:
+            result = self.both_rows(
+                lambda: self.sequences.append(owner, [row]),
+                lambda: self.model.append(
+                    owner, sequence.name, start, tokens, kv_valid, lookahead, keys
+                ),
+            )
+            if result is not None:
+                reply, (new_ids, copies) = result
+                assert list(reply.new_block_ids) == new_ids
+                assert [(copy.source, copy.destination) for copy in reply.copies] == copies
+                self.start_copies(owner, sequence)
+                if compute:
+                    self.compute(sequence)
+
+        self.repeatable(step)
+
+    def start_copies(self, owner: bytes, sequence: ModelSequence) -> None:
+        """With storage the daemon copies at once; `finish_copies` ends that."""
+        ticket = self.sequences.begin_copies(owner, [self.ids[sequence.name]])
+        copies = self.model.begin_copies(owner, sequence.name)
+        assert [(copy.source, copy.destination) for copy in ticket.copies] == copies
+        self.copying.append((ticket, sequence.name if copies else 0))
+
+    @precondition(lambda self: self.copying)
+    @rule()
+    def finish_copies(self) -> None:
+        for ticket, name in self.copying:
+            self.sequences.end_copies(ticket)
+            if name:
+                self.model.end_copies(name)
+        self.copying = []
+
+    @rule(
+        number=PICK,
+        num_children=st.integers(1, 3),
+        named=RARELY,
+        slip=SLIP,
+        stranger=RARELY,
+    )
+    def fork(self, number: int, num_children: int, named: bool, slip: int, stranger: bool) -> None:
+        picked = self.pick(number, stranger)
+        if picked is None:
+            return
+        owner, sequence = picked
+        num_tokens = len(sequence.tokens) + slip
+        request_ids = [f"{'qrs'[child]}" if named else "" for child in range(num_children)]
+
+        def step() -> None:
+            result = self.both(
+                lambda: self.sequences.fork(
+                    owner, self.ids[sequence.name], num_tokens, request_ids
+                ),
+                lambda: self.model.fork(owner, sequence.name, num_tokens, request_ids),
+            )
+            if result is not None:
+                for child, name in zip(*result, strict=True):
+                    assert self.ids.setdefault(name, child) == child
+
+        self.repeatable(step)
+
+    @rule(number=PICK, cut=st.integers(-1, 9), slip=SLIP, stranger=RARELY)
+    def truncate(self, number: int, cut: int, slip: int, stranger: bool) -> None:
+        picked = self.pick(number, stranger)
+        if picked is None:
+            return
+        owner, sequence = picked
+        before = len(sequence.tokens) + slip
+        after = max(0, before - cut)
+
+        def step() -> None:
+            result = self.both(
+                lambda: self.sequences.truncate(owner, self.ids[sequence.name], before, after),
+                lambda: self.model.truncate(owner, sequence.name, before, after),
+            )
+            if result is not None:
+                assert list(result[0]) == result[1]
+
+        self.repeatable(step)
+
+    @rule(number=PICK, stranger=RARELY)
+    def free(self, number: int, stranger: bool) -> None:
+        picked = self.pick(number, stranger)
+        if picked is None:
+            return
+        owner, sequence = picked
+
+        def step() -> None:
+            self.both_rows(
+                lambda: self.sequences.free(owner, [self.ids[sequence.name]]),
+                lambda: self.model.free(owner, sequence.name),
+            )
+
+        self.repeatable(step)
+
+    @rule(count=st.integers(1, 12))
+    def press(self, count: int) -> None:
+        """Somebody without use for the cache takes blocks for a moment: eviction."""
+        tokens = [9] * (count * self.model.size)
+        prompt = self.sequences.prepare(np.array(tokens, dtype=np.uint32), ExtraKeys())
+        result = self.both(
+            lambda: self.sequences.allocate(b"press", "", prompt, cache_use=CacheUse.NONE),
+            lambda: self.model.allocate(b"press", "", tokens, ExtraKeys(), cache_use=CacheUse.NONE),
+        )
+        if result is not None:
+            reply, (name, _, table) = result
+            assert reply.block_ids.tolist() == table
+            self.sequences.free(b"press", [reply.sequence_id])
+            self.model.free(b"press", name)
+
+    @precondition(lambda self: self.last_step is not None)
+    @rule()
+    def repeat(self) -> None:
+        """The client did not hear the reply and sends the last call again."""
+        assert self.last_step is not None
+        self.last_step()
+
+    @rule(force=RARELY)
+    def reset(self, force: bool) -> None:
+        result = self.both(
+            lambda: self.sequences.reset(force=force), lambda: self.model.reset(force=force)
+        )
+        if result is not None:
+            assert result[0] == result[1]
+
+    @rule(seconds=st.sampled_from((1.0, 3.0, 10.0)))
+    def expire(self, seconds: float) -> None:
+        self.now_s += seconds
+        self.model.now_s += seconds
+        assert self.sequences.expire() == self.model.expire()
+
+    # ---- attention
+
+    def begin(
+        self, owner: bytes, layer: int, names: list[int], starts: list[int], counts: list[int]
+    ) -> None:
+        result = self.both(
+            lambda: self.sequences.begin_attention(
+                owner, layer, [self.ids[name] for name in names], starts, counts
+            ),
+            lambda: self.model.begin_attention(owner, layer, names, starts, counts),
+        )
+        if result is None:
+            return
+        ticket, expected = result
+        repeats = []
+        for row, start, count, (first_writable, is_repeat, blocks) in zip(
+            ticket.rows, starts, counts, expected, strict=True
+        ):
+            assert (row.start_position, row.num_tokens) == (start, count)
+            assert row.first_writable == first_writable
+            assert row.is_repeat == is_repeat
+            assert row.block_table.tolist() == blocks
+            repeats.append(is_repeat)
+        self.attention.append((ticket, (owner, layer, names, starts, counts, repeats)))
+
+    def end(self, number: int, *, written: bool) -> None:
+        if number < 0:
+            return
+        ticket, columns = self.attention.pop(number)
+        self.sequences.end_attention(ticket, written=written)
+        self.model.end_attention(*columns, written=written)
+
+    @rule(
+        numbers=st.lists(PICK, min_size=1, max_size=3),
+        layer=st.integers(0, 2),
+        limit=st.sampled_from((1, 2, 3, 20, 20, 20)),
+        beyond=st.integers(0, 5),
+        slip=SLIP,
+        stranger=RARELY,
+    )
+    def begin_attention(
+        self, numbers: list[int], layer: int, limit: int, beyond: int, slip: int, stranger: bool
+    ) -> None:
+        layer %= self.num_layers
+        batch = [picked for number in numbers if (picked := self.pick(number, stranger))]
+        if not batch:
+            return
+        owner = batch[0][0]
+        names, starts, counts = [], [], []
+        for other, sequence in batch:
+            if other == owner:
+                start = sequence.computed[layer] + slip
+                names.append(sequence.name)
+                starts.append(start)
+                room = len(sequence.tokens) + min(sequence.lookahead, beyond) - start
+                counts.append(max(0, min(limit, room)) + (slip > 0))
+
+        def step() -> None:
+            self.begin(owner, layer, names, starts, counts)
+
+        self.repeatable(step)
+
+    @rule(number=PICK, drafts=st.sampled_from((0, 1, 4)))
+    def compute_all(self, number: int, drafts: int) -> None:
+        picked = self.pick(number)
+        if picked is not None:
+            self.compute(picked[1], drafts)
+
+    @precondition(lambda self: self.attention)
+    @rule(number=PICK, failed=RARELY)
+    def end_attention(self, number: int, failed: bool) -> None:
+        self.end(number % len(self.attention), written=not failed)
+
+    # ---- agreement
+
+    @invariant()
+    def agrees_with_the_model(self) -> None:
+        if not hasattr(self, "model"):
+            return
+        pool, model = self.sequences.pool, self.model
+        assert pool.free_order().tolist() == model.free_ids
+        for block in model.blocks:
+            assert pool.ref_cnt[block.block_id] == block.refs
+            assert STATES[pool.state_of(block.block_id)] == block.state
+            assert pool.hash_of(block.block_id) == block.hash
+        assert pool.num_cached == len(model.index)
+        for block_hash, block_id in model.index.items():
+            assert pool.block_of(block_hash) == block_id
+        stats = self.sequences.stats()
+        assert {name: getattr(stats, name) for name in stats.__slots__} == model.stats()
+        holders = {holder.sequence_id: holder for holder in self.sequences.live.all_holders()}
+        expected = [*model.sequences.values(), *model.dying]
+        assert len(holders) == len(expected)
+        for sequence in expected:
+            holder = holders[self.ids[sequence.name]]
+            assert holder.blocks().tolist() == sequence.table
+            assert holder.copy_holds == sequence.holds
+            assert holder.computed == sequence.computed
+            assert holder.registers == sequence.registers
+            assert holder.num_cached_blocks == sequence.cached_blocks
+            assert holder.tokens(0, holder.num_tokens).tolist() == sequence.tokens
+
+    @invariant()
+    def invariants_hold(self) -> None:
+        if not hasattr(self, "model"):
+            return
+        exact = self.digest is sha256
+        check_invariants(self.sequences, self.parent_of if exact else None)
+        chains = self.model.chains()
+        assert all(len(chain) == 1 or chain[:-1] in chains for chain in chains), (
+            "a block is findable and its parent is not"
+        )
+
+    def teardown(self) -> None:
+        """When everything has ended, all blocks are free again."""
+        if not hasattr(self, "model"):
+            return
+        self.finish_copies()
+        while self.attention:
+            self.end(0, written=True)
+        for sequence in list(self.model.sequences.values()):
+            self.sequences.free(sequence.owner, [self.ids[sequence.name]])
+            self.model.free(sequence.owner, sequence.name)
+        self.agrees_with_the_model()
+        assert self.sequences.pool.num_referenced == 0
+        assert self.sequences.stats().sequences == 0
+
+
+class NoStorageMachine(BlockManagerMachine):
+    """One layer, the engine's own K/V: it commits, and copies before its next call."""
+
+    num_layers = 1
+
+    def write(self, sequence: ModelSequence, layer: int, start: int, count: int) -> None:
+        count = min(count, len(sequence.tokens) - start)
+        self.commit_range(sequence.owner, sequence, start, count)
+
+    def start_copies(self, owner: bytes, sequence: ModelSequence) -> None:
+        """The model copies at the last moment at which the source is held."""
+
+    def commit_range(self, owner: bytes, sequence: ModelSequence, start: int, count: int) -> None:
+        row = CommitRow(self.ids[sequence.name], start, count)
+        result = self.both_rows(
+            lambda: self.sequences.commit(owner, [row]),
+            lambda: self.model.commit(owner, sequence.name, start, count),
+        )
+        if result is not None:
+            assert result[0].num_cached_blocks == result[1]
+
+    @rule(
+        number=PICK,
+        limit=st.sampled_from((0, 1, 2, 5, 40, 40)),
+        slip=SLIP,
+        beyond=RARELY,
+        stranger=RARELY,
+    )
+    def commit(self, number: int, limit: int, slip: int, beyond: bool, stranger: bool) -> None:
+        picked = self.pick(number, stranger)
+        if picked is None:
+            return
+        owner, sequence = picked
+        start = sequence.computed[0] + slip
+        count = max(0, min(limit, len(sequence.tokens) - start)) + beyond
+        self.repeatable(lambda: self.commit_range(owner, sequence, start, count))
