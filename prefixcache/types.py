@@ -170,7 +170,7 @@ class AppendResult:
 
 @dataclass(frozen=True, slots=True)
 class CommitResult:
-    """One row of Commit: full blocks of the sequence whose K/V are complete."""
+    """One row of Commit: leading blocks of the sequence that are findable or stand by."""
 
     code: ResultCode
     num_cached_blocks: int = 0

@@ -13,13 +13,20 @@ from prefixcache.core.hashing import Chain, Hasher, block_extra_keys
 from prefixcache.core.pool import Pool
 from prefixcache.core.sequence import (
     AppendRow,
+    AttentionRow,
     Sequence,
     cut_extra_keys,
     merge_extra_keys,
     splits_block_of_item,
     uint32_array,
 )
-from prefixcache.errors import ExceedsPoolError, NoRoomError
+from prefixcache.errors import (
+    CommitBeyondTokensError,
+    ExceedsPoolError,
+    NoRoomError,
+    SequenceBusyError,
+    WrongPositionError,
+)
 from prefixcache.types import AppendResult, BlockCopy, ResultCode
 
 
@@ -125,6 +132,38 @@ def commit(pool: Pool, sequence: Sequence) -> None:
     if num_registered < len(block_ids):
         # The hash belongs to other content: a deeper block would have an unfindable parent.
         stop_registering(sequence)
+
+
+def check_position(sequence: Sequence, given: int, expected: int) -> None:
+    if given != expected:
+        raise WrongPositionError(sequence.sequence_id, given, expected)
+
+
+def attention_row(
+    sequence: Sequence, layer: int, start: int, num_tokens: int, block_size: int
+) -> AttentionRow:
+    """What an attention call of one layer may do with a sequence. Changes nothing.
+
+    Raises SequenceBusyError, WrongPositionError or CommitBeyondTokensError. The layer's last
+    applied call once more gets a row that writes nothing.
+    """
+    if sequence.is_copying or layer in sequence.running_layers:
+        raise SequenceBusyError(sequence.sequence_id)
+    computed, end = sequence.computed[layer], start + num_tokens
+    is_repeat = sequence.last_attention_start[layer] == start and computed == end
+    if not is_repeat:
+        check_position(sequence, start, computed)
+        limit = sequence.num_tokens + sequence.num_lookahead_tokens
+        if end > limit:
+            raise CommitBeyondTokensError(sequence.sequence_id, end, limit)
+    return AttentionRow(
+        sequence=sequence,
+        start_position=start,
+        num_tokens=num_tokens,
+        first_writable=end if is_repeat else sequence.first_writable,
+        block_table=sequence.blocks(0, num_blocks_of(end, block_size)),
+        is_repeat=is_repeat,
+    )
 
 
 def stop_registering(sequence: Sequence) -> None:

@@ -18,13 +18,12 @@ from dataclasses import asdict
 import numpy as np
 
 from prefixcache.core import growth
-from prefixcache.core.growth import num_blocks_of
+from prefixcache.core.admission import plan_prompt
 from prefixcache.core.hashing import Hasher
 from prefixcache.core.live import LiveSequences
 from prefixcache.core.pool import Pool
 from prefixcache.core.sequence import (
     AppendRow,
-    AttentionRow,
     AttentionTicket,
     CommitRow,
     CopyTicket,
@@ -51,7 +50,6 @@ from prefixcache.types import (
     AllocateResult,
     AppendResult,
     BlockCopy,
-    BlockIds,
     CacheUse,
     CommitResult,
     ExtraKeys,
@@ -70,7 +68,6 @@ _RESULT_CODES: dict[type[PrefixCacheError], ResultCode] = {
     ExceedsPoolError: ResultCode.EXCEEDS_POOL,
     CommitBeyondTokensError: ResultCode.BEYOND_TOKENS,
 }
-_NO_BLOCKS: BlockIds = np.empty(0, dtype=np.int32)
 
 
 class Sequences:
@@ -108,12 +105,12 @@ class Sequences:
 
     def lookup(self, prompt: Prompt, num_lookahead_tokens: int, full_hit: FullHit) -> LookupResult:
         """What Allocate would find. Changes nothing, not even the order of eviction."""
-        hits = self._match(prompt, full_hit)
-        needed = self._num_needed(prompt, num_lookahead_tokens, hits)
+        num_tokens = len(prompt.token_ids)
+        plan = plan_prompt(self.pool, num_tokens, prompt.chain, num_lookahead_tokens, full_hit)
         return LookupResult(
-            num_cached_tokens=self._num_cached_tokens(prompt, hits),
-            num_cached_blocks=len(hits),
-            num_blocks_needed=needed,
+            num_cached_tokens=plan.num_cached_tokens,
+            num_cached_blocks=len(plan.hits),
+            num_blocks_needed=plan.num_needed,
             num_blocks_free=self.pool.num_free,
         )
 
@@ -138,14 +135,18 @@ class Sequences:
         if earlier is not None:
             return self._repeated_allocate(earlier, call, prompt)
 
-        hits = self._match(prompt, full_hit) if cache_use.reads else _NO_BLOCKS
-        self._check_room(prompt, num_lookahead_tokens, hits)
-        self.pool.acquire(hits)
-        num_blocks = self._num_blocks(prompt, num_lookahead_tokens)
-        block_ids = np.concatenate((hits, self.pool.take(num_blocks - len(hits))))
+        num_tokens, size = len(prompt.token_ids), self.pool.block_size
+        chain = prompt.chain if cache_use.reads else None
+        plan = plan_prompt(self.pool, num_tokens, chain, num_lookahead_tokens, full_hit)
+        try:
+            plan.check_room(self.pool)
+        except (ExceedsPoolError, NoRoomError):
+            self.counters.allocation_refused += 1
+            raise
+        self.pool.acquire(plan.hits)
+        new_blocks = self.pool.take(plan.num_blocks - len(plan.hits))
+        block_ids = np.concatenate((plan.hits, new_blocks))
 
-        num_tokens, num_hit = len(prompt.token_ids), len(hits) * self.pool.block_size
-        num_cached_tokens = self._num_cached_tokens(prompt, hits)
         registers = cache_use.writes and self._caching
         sequence = Sequence(
             sequence_id=self.live.new_id(),
@@ -157,19 +158,19 @@ class Sequences:
             token_ids=uint32_array(prompt.token_ids),
             block_table=int32_array(block_ids),
             hashes=list(prompt.chain.hashes) if registers and prompt.chain else [],
-            computed=[num_cached_tokens] * self._num_layers,
+            computed=[plan.num_cached_tokens] * self._num_layers,
             num_prompt_tokens=num_tokens,
-            num_cached_tokens=num_cached_tokens,
-            num_cached_blocks=len(hits),
-            first_writable=num_hit,
+            num_cached_tokens=plan.num_cached_tokens,
+            num_cached_blocks=len(plan.hits),
+            first_writable=len(plan.hits) * size,
             registers=registers,
             last_attention_start=[None] * self._num_layers,
             created_at_s=self._clock(),
             num_lookahead_tokens=num_lookahead_tokens,
         )
         self.live.add(sequence)
-        self._count_allocation(sequence, len(hits), resumed)
-        reply = AllocateResult(sequence.sequence_id, num_cached_tokens, block_ids)
+        self._count_allocation(sequence, len(plan.hits), resumed)
+        reply = AllocateResult(sequence.sequence_id, plan.num_cached_tokens, block_ids)
         self._applied(sequence, call, reply)
         return reply
 
@@ -198,7 +199,7 @@ class Sequences:
             if sequence.last_call == call:
                 repeated: AppendResult = sequence.last_reply
                 return repeated
-            self._check_position(sequence, row.start_position, sequence.num_tokens)
+            growth.check_position(sequence, row.start_position, sequence.num_tokens)
             reply = growth.append(self.pool, self.hasher, sequence, row)
         except PrefixCacheError as error:
             if isinstance(error, (NoRoomError, ExceedsPoolError)):
@@ -241,7 +242,7 @@ class Sequences:
             if sequence.last_call == call:
                 repeated: CommitResult = sequence.last_reply
                 return repeated
-            self._check_position(sequence, row.start_position, sequence.num_computed)
+            growth.check_position(sequence, row.start_position, sequence.num_computed)
             end = row.start_position + row.num_computed_tokens
             if end > sequence.num_tokens:
                 raise CommitBeyondTokensError(row.sequence_id, end, sequence.num_tokens)
@@ -270,7 +271,7 @@ class Sequences:
             if parent.last_call == call and parent.last_reply == children_ids:
                 return list(children_ids)
             raise RequestIdConflictError(known[0].request_id)
-        self._check_position(parent, num_tokens, parent.num_tokens)
+        growth.check_position(parent, num_tokens, parent.num_tokens)
         if parent.num_computed < num_tokens:
             raise NotComputedError(sequence_id, parent.num_computed, num_tokens)
 
@@ -302,7 +303,7 @@ class Sequences:
         if sequence.last_call == call:
             repeated: tuple[int, ...] = sequence.last_reply
             return repeated
-        self._check_position(sequence, num_tokens_before, sequence.num_tokens)
+        growth.check_position(sequence, num_tokens_before, sequence.num_tokens)
         if not 1 <= num_tokens_after <= num_tokens_before:
             raise InvalidArgumentError(
                 "num_tokens_after",
@@ -344,9 +345,12 @@ class Sequences:
         self.live.touch(owner)
         if len(set(sequence_ids)) < len(sequence_ids):
             raise InvalidArgumentError("sequence_ids", "holds one sequence twice")
+        size = self.pool.block_size
         rows = tuple(
-            self._attention_row(owner, layer, *columns)
-            for columns in zip(sequence_ids, start_positions, num_tokens, strict=True)
+            growth.attention_row(self.live.find(owner, sequence_id), layer, start, count, size)
+            for sequence_id, start, count in zip(
+                sequence_ids, start_positions, num_tokens, strict=True
+            )
         )
         for row in rows:
             growth.release_copy_holds(self.pool, row.sequence)
@@ -366,28 +370,6 @@ class Sequences:
                 sequence.last_attention_start[ticket.layer] = row.start_position
                 self._advance(sequence, ticket.layer, row.start_position + row.num_tokens)
             self.live.bury_if_idle(sequence)
-
-    def _attention_row(
-        self, owner: bytes, layer: int, sequence_id: int, start: int, num_tokens: int
-    ) -> AttentionRow:
-        sequence = self.live.find(owner, sequence_id)
-        if sequence.is_copying or layer in sequence.running_layers:
-            raise SequenceBusyError(sequence_id)
-        computed, end = sequence.computed[layer], start + num_tokens
-        is_repeat = sequence.last_attention_start[layer] == start and computed == end
-        if not is_repeat:
-            self._check_position(sequence, start, computed)
-            limit = sequence.num_tokens + sequence.num_lookahead_tokens
-            if end > limit:
-                raise CommitBeyondTokensError(sequence_id, end, limit)
-        return AttentionRow(
-            sequence=sequence,
-            start_position=start,
-            num_tokens=num_tokens,
-            first_writable=end if is_repeat else sequence.first_writable,
-            block_table=sequence.blocks(0, num_blocks_of(end, self.pool.block_size)),
-            is_repeat=is_repeat,
-        )
 
     # ---- operators
 
@@ -433,32 +415,6 @@ class Sequences:
 
     # ---- inside
 
-    def _match(self, prompt: Prompt, full_hit: FullHit) -> BlockIds:
-        if prompt.chain is None:
-            return _NO_BLOCKS
-        usable = len(prompt.token_ids) - (full_hit is FullHit.LAST_BLOCK)
-        return self.pool.match(prompt.chain, usable // self.pool.block_size)
-
-    def _num_cached_tokens(self, prompt: Prompt, hits: BlockIds) -> int:
-        return min(len(hits) * self.pool.block_size, len(prompt.token_ids) - 1)
-
-    def _num_blocks(self, prompt: Prompt, num_lookahead_tokens: int) -> int:
-        return num_blocks_of(len(prompt.token_ids) + num_lookahead_tokens, self.pool.block_size)
-
-    def _num_needed(self, prompt: Prompt, num_lookahead_tokens: int, hits: BlockIds) -> int:
-        num_blocks = self._num_blocks(prompt, num_lookahead_tokens)
-        return num_blocks - len(hits) + self.pool.num_idle(hits)
-
-    def _check_room(self, prompt: Prompt, num_lookahead_tokens: int, hits: BlockIds) -> None:
-        pool, num_blocks = self.pool, self._num_blocks(prompt, num_lookahead_tokens)
-        needed = self._num_needed(prompt, num_lookahead_tokens, hits)
-        if num_blocks > pool.num_blocks:
-            self.counters.allocation_refused += 1
-            raise ExceedsPoolError("token_ids", num_blocks, pool.num_blocks)
-        if needed > pool.num_free:
-            self.counters.allocation_refused += 1
-            raise NoRoomError(needed, pool.num_free, pool.num_referenced)
-
     def _repeated_allocate(
         self, sequence: Sequence, call: tuple[object, ...], prompt: Prompt
     ) -> AllocateResult:
@@ -485,10 +441,6 @@ class Sequences:
                 counters.queries_blocks += num_tokens // self.pool.block_size
                 counters.hit_blocks += num_hit_blocks
         counters.prefill_tokens_cached += sequence.num_cached_tokens
-
-    def _check_position(self, sequence: Sequence, given: int, expected: int) -> None:
-        if given != expected:
-            raise WrongPositionError(sequence.sequence_id, given, expected)
 
     def _applied(self, sequence: Sequence, call: tuple[object, ...], reply: object) -> None:
         """A state call is done, and a repeat of it can be answered."""
