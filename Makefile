@@ -8,7 +8,8 @@
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
-PYTEST := $(BIN)/python -m pytest
+# One thread for torch's products: several of them wait for each other where cores are busy.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 TRACES ?= ../shared/traces
 
 # The first interpreter that is new enough.

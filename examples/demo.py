@@ -1,0 +1,239 @@
+"""A real model on the daemon: shared prompts, a conversation, one decode batch, equal tokens.
+
+    python examples/demo.py
+
+Starts a daemon, plugs SmolLM2 into it (see engine.py), asks eight questions that share a system
+prompt of about 2,000 tokens and then two more in one of the conversations. Prints what was cached
+and what that saved, and compares every answer with the model run without any cache. The exit code
+is 1 if a token differs, if a shared prefix was not found, or if finding it saved too little time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel
+
+import plain
+import smollm2
+import workload
+from daemon import start_daemon
+from engine import Engine, Request
+from prefixcache.client import Client, PoolStats
+from prefixcache.types import CacheUse
+from smollm2 import SmolLM2
+
+MIN_CACHED_SHARE = 0.95
+"""Of a prefix that was computed before."""
+MAX_WARM_TO_COLD = 1 / 5
+"""Time to first token."""
+MAX_LOGIT_DIFFERENCE = 1e-3
+"""Chunked and whole prefill add up in another order: about 1e-4 in float32."""
+
+
+@dataclass(slots=True)
+class Turn:
+    """A prompt, what the daemon said about it, and the answer as it grows."""
+
+    name: str
+    request: Request
+    prompt: list[int]
+    num_cached: int
+    num_shared: int
+    """Leading tokens that were computed before, by this or another request; 0 for the first."""
+    first_token_s: float
+    answer: list[int] = field(default_factory=list)
+    logits: list[torch.Tensor] = field(default_factory=list)
+    """For each token of the answer the logits it was chosen by, [vocabulary]."""
+
+    def take(self, logits: torch.Tensor) -> None:
+        """Choose the next token of the answer, greedily."""
+        self.answer.append(int(logits.argmax()))
+        self.logits.append(logits)
+
+
+def main() -> int:
+    arguments = parse_arguments()
+    torch.set_num_threads(arguments.threads)
+    smol = smollm2.load()
+    with tempfile.TemporaryDirectory(prefix="prefixcache-demo-") as name:
+        folder = Path(name)
+        model_config = folder / "config.json"
+        smol.model.config.to_json_file(model_config)
+        options = {
+            "--model-config": str(model_config),
+            "--model-name": smollm2.MODEL_NAME,
+            "--num-blocks": str(arguments.num_blocks),
+            "--threads": str(arguments.threads),
+        }
+        with start_daemon(folder, options) as target, Client(target) as client:
+            print(f"daemon ready at {target}\n")
+            turns = run_workload(smol, Engine(smol.model, client), arguments.answer_tokens)
+            stats = client.stats()
+    print_turns(smol, turns)
+    print_stats(stats)
+    failures = [*check_cache(turns), *check_answers(smol.model, turns)]
+    for failure in failures:
+        print(f"FAILED: {failure}")
+    if not failures:
+        print("\nall checks passed")
+    return 1 if failures else 0
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--answer-tokens", type=int, default=32, help="tokens of each answer")
+    parser.add_argument("--num-blocks", type=int, default=256, help="blocks of the daemon's pool")
+    # More threads than idle cores wait for each other, and that costs far more than they bring.
+    parser.add_argument("--threads", type=int, default=1, help="of the model and of the daemon")
+    return parser.parse_args()
+
+
+def run_workload(smol: SmolLM2, engine: Engine, answer_tokens: int) -> list[Turn]:
+    """Eight questions in one batch, then the first visitor's second and third question."""
+    system = smol.message("system", workload.system_prompt())
+    warm_up(engine, system)
+    visitors = [
+        ask(engine, f"question {i}", system + smol.question(text), len(system) if i > 1 else 0)
+        for i, text in enumerate(workload.QUESTIONS, start=1)
+    ]
+    generate(engine, visitors, answer_tokens)
+    first, *others = visitors
+    engine.close([turn.request for turn in others])
+
+    # An engine that keeps the sequence open appends to it.
+    second = go_on(engine, "second turn", first, smol.follow_up(workload.SECOND_QUESTION))
+    generate(engine, [second], answer_tokens)
+    engine.close([second.request])
+
+    # One that does not sends the whole conversation as a new prompt, and most of it is cached.
+    conversation = second.prompt + second.answer + smol.follow_up(workload.THIRD_QUESTION)
+    third = ask(engine, "third turn", conversation, second.request.num_computed)
+    generate(engine, [third], answer_tokens)
+    engine.close([third.request])
+    return [*visitors, second, third]
+
+
+def warm_up(engine: Engine, system: list[int]) -> None:
+    """Let both processes load their kernels, so that the cold prompt is not blamed for it.
+
+    Leaves nothing in the cache and in its hit rate.
+    """
+    request = engine.open(system[:64], CacheUse.NONE)
+    engine.prefill([request])
+    engine.close([request])
+
+
+def ask(engine: Engine, name: str, prompt: list[int], num_shared: int) -> Turn:
+    """Send a new prompt and wait for the first token of the answer."""
+    started = time.perf_counter()
+    request = engine.open(prompt)
+    num_cached = request.num_computed
+    logits = engine.prefill([request])[0]
+    turn = Turn(
+        name=name,
+        request=request,
+        prompt=prompt,
+        num_cached=num_cached,
+        num_shared=num_shared,
+        first_token_s=time.perf_counter() - started,
+    )
+    turn.take(logits)
+    return turn
+
+
+def go_on(engine: Engine, name: str, before: Turn, follow_up: list[int]) -> Turn:
+    """Append to the open sequence of a turn: the last token of its answer, and a new question."""
+    request = before.request
+    started = time.perf_counter()
+    num_computed = request.num_computed
+    engine.append([request], [before.answer[-1:] + follow_up])
+    logits = engine.prefill([request])[0]
+    turn = Turn(
+        name=name,
+        request=request,
+        prompt=list(request.tokens),
+        num_cached=num_computed,
+        num_shared=num_computed,
+        first_token_s=time.perf_counter() - started,
+    )
+    turn.take(logits)
+    return turn
+
+
+def generate(engine: Engine, turns: list[Turn], answer_tokens: int) -> None:
+    """Decode all answers greedily as one batch: one Append a step, one Decode a layer."""
+    requests = [turn.request for turn in turns]
+    for _ in range(answer_tokens - 1):
+        engine.append(requests, [turn.answer[-1:] for turn in turns])
+        for turn, logits in zip(turns, engine.decode(requests), strict=True):
+            turn.take(logits)
+
+
+def print_turns(smol: SmolLM2, turns: list[Turn]) -> None:
+    print(f"{'request':<12} {'prompt':>7} {'cached':>7} {'first token':>12}   answer")
+    for turn in turns:
+        text = " ".join(smol.text(turn.answer).split())
+        print(
+            f"{turn.name:<12} {len(turn.prompt):>7} {turn.num_cached:>7} "
+            f"{turn.first_token_s:>10.3f} s   {text[:48]}"
+        )
+
+
+def print_stats(stats: PoolStats) -> None:
+    print(
+        f"\nhit rate {stats.hit_rate:.1%} ({stats.hit_tokens} of {stats.queries_tokens} prompt "
+        f"tokens), evictions {stats.evictions}"
+    )
+
+
+def check_cache(turns: list[Turn]) -> list[str]:
+    """Were the shared prefixes found, and did that save the time it should?"""
+    cold, *warm = turns
+    failures = [
+        f"{turn.name}: {turn.num_cached} tokens cached of {turn.num_shared} that were computed"
+        for turn in warm
+        if turn.num_cached < MIN_CACHED_SHARE * turn.num_shared
+    ]
+    warm_s = statistics.median(turn.first_token_s for turn in warm)
+    ratio = warm_s / cold.first_token_s
+    print(
+        f"time to first token: cold {cold.first_token_s:.3f} s, warm {warm_s:.3f} s (median), "
+        f"ratio 1/{1 / ratio:.0f}"
+    )
+    if ratio > MAX_WARM_TO_COLD:
+        failures.append(f"a warm prompt takes {ratio:.2f} of a cold one's time to first token")
+    return failures
+
+
+def check_answers(model: PreTrainedModel, turns: list[Turn]) -> list[str]:
+    """Does the model without any cache give the same answers?"""
+    failures = []
+    comparisons = []
+    with smollm2.progress(f"\nthe same {len(turns)} prompts without any cache"):
+        for turn in turns:
+            result = plain.compare(model, turn.prompt, turn.answer, torch.stack(turn.logits))
+            comparisons.append(result)
+            if not result.tokens_equal:
+                failures.append(f"{turn.name}: other tokens than without a cache")
+            if result.largest_difference > MAX_LOGIT_DIFFERENCE:
+                failures.append(f"{turn.name}: logits differ by {result.largest_difference:.1e}")
+    num_equal = sum(result.tokens_equal for result in comparisons)
+    difference = max(result.largest_difference for result in comparisons)
+    margin = min(result.smallest_margin for result in comparisons)
+    print(
+        f"{num_equal} of {len(turns)} answers equal; logits differ by {difference:.1e} at most, "
+        f"the closest choice of a token had a margin of {margin:.1e}"
+    )
+    return failures
+
+
+if __name__ == "__main__":
+    sys.exit(main())
