@@ -128,7 +128,6 @@ def layout_from_model_config(path: Path, block_size: int, dtype: str | None = No
     config = _ModelConfig.read(path)
     if config.find("kv_lora_rank") is not None:
         raise InvalidArgumentError("kv_lora_rank", f"{path}: latent K/V are not supported")
-    num_query_heads = config.find("num_attention_heads")
     num_kv_heads = config.find("num_key_value_heads")
     head_dim = config.find("head_dim")
     if num_kv_heads is None:

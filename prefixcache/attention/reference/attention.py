@@ -20,12 +20,12 @@ def attention(
     out = torch.empty(q.shape, dtype=torch.float64)
     for sequence, context in enumerate(batch.context_lens.tolist()):
         first, end = batch.query_start[sequence : sequence + 2].tolist()
+        table = batch.block_tables[sequence].tolist()
         for token in range(first, end):
             num_visible = context + token - first + 1
-            slots = [divmod(position, block_size) for position in range(num_visible)]
-            table = batch.block_tables[sequence]
-            keys = torch.stack([key_cache[int(table[i]), :, offset] for i, offset in slots])
-            values = torch.stack([value_cache[int(table[i]), :, offset] for i, offset in slots])
+            slots = [(table[p // block_size], p % block_size) for p in range(num_visible)]
+            keys = torch.stack([key_cache[block, :, offset] for block, offset in slots])
+            values = torch.stack([value_cache[block, :, offset] for block, offset in slots])
             for head in range(q.shape[1]):
                 scores = keys[:, head // group].double() @ q[token, head].double() * scale
                 weights = torch.softmax(scores, dim=0)

@@ -1,0 +1,87 @@
+"""Random sequences in a pool whose every other slot is poison."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from prefixcache.attention.batch import AttentionBatch, make_batch
+from prefixcache.attention.reference.attention import attention
+from prefixcache.attention.reference.write_kv import write_kv
+
+NUM_LAYERS = 2
+SPARE_BLOCKS = 3
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+@dataclass(frozen=True, slots=True)
+class PagedCase:
+    """Arguments of prefill and decode, K/V in place, and the block tables they came from."""
+
+    q: torch.Tensor
+    key_cache: torch.Tensor
+    value_cache: torch.Tensor
+    batch: AttentionBatch
+    scale: float
+    tables: list[npt.NDArray[np.int32]]
+
+    @property
+    def block_size(self) -> int:
+        return self.key_cache.shape[2]
+
+    def exact(self) -> torch.Tensor:
+        """`[T, Hq, D] float64`."""
+        return attention(self.q, self.key_cache, self.value_cache, self.batch, self.scale)
+
+    def with_caches(self, key_cache: torch.Tensor, value_cache: torch.Tensor) -> PagedCase:
+        return replace(self, key_cache=key_cache, value_cache=value_cache)
+
+
+def make_case(
+    contexts: Sequence[int],
+    queries: Sequence[int],
+    *,
+    num_kv_heads: int = 2,
+    group: int = 2,
+    head_dim: int = 16,
+    block_size: int = 4,
+    dtype: torch.dtype = torch.float32,
+    poison: float = float("nan"),
+    scale: float | None = None,
+    seed: int = 0,
+) -> PagedCase:
+    """Sequences with `contexts` tokens before their `queries` new ones, blocks in random order.
+
+    The caches are layer 1 of a pool `[N, L, 2, Hkv, B, D]`.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    sizes = [-(-(c + n) // block_size) for c, n in zip(contexts, queries, strict=True)]
+    num_blocks = sum(sizes) + SPARE_BLOCKS
+    order = np.random.default_rng(seed).permutation(num_blocks).astype(np.int32)
+    tables = np.split(order[: sum(sizes)], np.cumsum(sizes)[:-1]) if sizes else []
+    pool = torch.full(
+        (num_blocks, NUM_LAYERS, 2, num_kv_heads, block_size, head_dim), poison, dtype=dtype
+    )
+    key_cache, value_cache = pool[:, 1, 0], pool[:, 1, 1]
+
+    zeros = [0] * len(tables)
+    lengths = [c + n for c, n in zip(contexts, queries, strict=True)]
+    everything = make_batch(tables, zeros, lengths, zeros, block_size)
+    kv_shape = (sum(lengths), num_kv_heads, head_dim)
+    k = torch.randn(kv_shape, generator=generator).to(dtype)
+    v = torch.randn(kv_shape, generator=generator).to(dtype)
+    write_kv(key_cache, value_cache, k, v, everything.slot_mapping)
+
+    q = torch.randn((sum(queries), num_kv_heads * group, head_dim), generator=generator)
+    return PagedCase(
+        q=q.to(dtype),
+        key_cache=key_cache,
+        value_cache=value_cache,
+        batch=make_batch(tables, contexts, queries, zeros, block_size),
+        scale=head_dim**-0.5 if scale is None else scale,
+        tables=tables,
+    )

@@ -1,0 +1,244 @@
+"""Prefill and decode compute the same thing, so both go through every test here."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+
+from prefixcache.attention import decode as decode_module
+from prefixcache.attention import prefill as prefill_module
+from prefixcache.attention.batch import AttentionBatch, make_batch
+from prefixcache.attention.decode import decode
+from prefixcache.attention.prefill import prefill
+from prefixcache.attention.reference.attention import attention
+from tests.attention.paged_cases import DTYPES, PagedCase, make_case
+from tests.support.tolerances import assert_close, is_close
+
+Launcher = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, AttentionBatch, float], torch.Tensor]
+both = pytest.mark.parametrize("launch", [prefill, decode])
+# Crosses block ends; one token, an empty query, full blocks, long context with one token.
+CONTEXTS, QUERIES = [0, 5, 4, 0, 33, 7, 0], [9, 1, 0, 1, 1, 5, 8]
+
+
+def run(launch: Launcher, case: PagedCase) -> torch.Tensor:
+    return launch(case.q, case.key_cache, case.value_cache, case.batch, case.scale)
+
+
+def test_the_reference_agrees_with_torchs_own_attention() -> None:
+    case = make_case([0], [11], num_kv_heads=2, group=3)
+    batch = make_batch([np.arange(3, dtype=np.int32)], [0], [11], [0], block_size=4)
+    caches = torch.randn(2, 3, 2, 4, 16, generator=torch.Generator().manual_seed(1)).double()
+    k, v = caches.transpose(2, 3).reshape(2, 12, 2, 16)[:, :11].transpose(1, 2)
+    q = case.q.double()
+    expected = F.scaled_dot_product_attention(
+        q.transpose(0, 1), k.repeat_interleave(3, 0), v.repeat_interleave(3, 0), is_causal=True
+    ).transpose(0, 1)
+    torch.testing.assert_close(attention(q, caches[0], caches[1], batch, 0.25), expected)
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(
+    lengths=st.lists(st.tuples(st.integers(0, 40), st.integers(0, 20)), max_size=5),
+    num_kv_heads=st.integers(1, 3),
+    group=st.sampled_from([1, 2, 3, 8]),
+    head_dim=st.sampled_from([8, 20, 32, 80]),
+    block_size=st.integers(1, 32),
+    dtype=st.sampled_from(DTYPES),
+    scale=st.sampled_from([None, -0.1, 0.0]),
+    seed=st.integers(0, 2**16),
+)
+def test_any_batch_equals_float64_with_nan_in_every_unused_slot(
+    lengths: list[tuple[int, int]], seed: int, **dimensions: int
+) -> None:
+    contexts, queries = [c for c, _ in lengths], [n for _, n in lengths]
+    case = make_case(contexts, queries, seed=seed, **dimensions)
+    exact = case.exact()
+    for launch in (prefill, decode):
+        out = run(launch, case)
+        assert out.dtype == case.q.dtype
+        assert_close(out, exact)
+
+
+@both
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 112, 128, 192, 256])
+@pytest.mark.parametrize("group", [1, 4])
+def test_head_dims_of_real_models(launch: Launcher, head_dim: int, group: int) -> None:
+    """Powers of two and others."""
+    for dtype in DTYPES:
+        case = make_case(
+            [3, 20], [9, 1], head_dim=head_dim, group=group, block_size=16, dtype=dtype
+        )
+        assert_close(run(launch, case), case.exact())
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("block_size", [8, 16, 32, 64])
+def test_lengths_around_the_ends_of_blocks_of_any_size(block_size: int, head_dim: int) -> None:
+    """No read crosses from one block into its neighbour in the pool."""
+    lengths = [1, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 130]
+    case = make_case(
+        [length - 1 for length in lengths],
+        [1] * len(lengths),
+        num_kv_heads=1,
+        head_dim=head_dim,
+        block_size=block_size,
+    )
+    exact = case.exact()
+    assert_close(run(prefill, case), exact)
+    assert_close(run(decode, case), exact)
+
+
+@both
+@pytest.mark.parametrize("poison", [float("nan"), float("inf"), float("-inf"), 6e4])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_unused_slots_never_show_whatever_they_hold(
+    launch: Launcher, poison: float, dtype: torch.dtype
+) -> None:
+    """13 tokens in blocks of 4: three slots of the last block hold no token."""
+    poisoned = make_case([0, 12], [13, 1], dtype=dtype, poison=poison)
+    clean = make_case([0, 12], [13, 1], dtype=dtype, poison=0.0)
+    assert torch.equal(run(launch, poisoned), run(launch, clean))
+    assert_close(run(launch, poisoned), clean.exact())
+
+
+@both
+@pytest.mark.parametrize("tail", [-1, 2**30, -(2**31), 0])
+def test_entries_past_a_sequences_last_block_are_never_read(launch: Launcher, tail: int) -> None:
+    """Old ids of other live blocks (0), ids beyond the pool and padding alike."""
+    case = make_case(CONTEXTS, QUERIES)
+    tables = np.full((len(QUERIES), 20), tail, dtype=np.int32)
+    for row, table in enumerate(case.tables):
+        tables[row, : len(table)] = table
+    dirty = replace(case, batch=replace(case.batch, block_tables=tables))
+    assert torch.equal(run(launch, dirty), run(launch, case))
+
+
+# Strides of [N, Hkv = 2, B, D] for blocks, heads, tokens and elements.
+LAYOUTS = {
+    "tokens before heads": lambda n, b, d: (2 * b * d, d, 2 * d, 1),
+    "K and V of a block together, tokens first": lambda n, b, d: (4 * b * d, d, 2 * d, 1),
+    "heads outermost": lambda n, b, d: (b * d, n * b * d, d, 1),
+    "blocks at odd distances": lambda n, b, d: (2 * b * d + 3, b * d, d, 1),
+    "heads at odd distances": lambda n, b, d: (3 * b * d, b * d + 3, d, 1),
+    "tokens at odd distances": lambda n, b, d: (3 * b * d, b * (d + 1), d + 1, 1),
+    "elements apart": lambda n, b, d: (4 * b * d, 2 * b * d, 2 * d, 2),
+}
+
+
+def restrided(cache: torch.Tensor, layout: str) -> torch.Tensor:
+    num_blocks, _, block_size, head_dim = cache.shape
+    strides = LAYOUTS[layout](num_blocks, block_size, head_dim)
+    memory = torch.full((5 * num_blocks * block_size * head_dim,), torch.nan)
+    return memory.as_strided(cache.shape, strides, storage_offset=7).copy_(cache)
+
+
+@both
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_strides_are_taken_from_the_cache(launch: Launcher, layout: str) -> None:
+    case = make_case(CONTEXTS, QUERIES)
+    caches = restrided(case.key_cache, layout), restrided(case.value_cache, layout)
+    assert torch.equal(run(launch, case.with_caches(*caches)), run(launch, case))
+
+
+@both
+def test_queries_may_be_a_strided_view(launch: Launcher) -> None:
+    """q as the engine's slice of a fused [q, k, v] projection."""
+    case = make_case(CONTEXTS, QUERIES)
+    fused = torch.cat([case.q, case.q], dim=1)[:, : case.q.shape[1]]
+    assert torch.equal(run(launch, replace(case, q=fused)), run(launch, case))
+
+
+@both
+def test_no_sequences_give_an_empty_output(launch: Launcher) -> None:
+    case = make_case([], [])
+    assert run(launch, case).shape == (0, 4, 16)
+
+
+@both
+@pytest.mark.parametrize("contexts", [[0], [5], [0, 8, 0]])
+def test_sequences_without_new_tokens_give_an_empty_output(
+    launch: Launcher, contexts: list[int]
+) -> None:
+    """Not even a context: no maximum over nothing, no NaN."""
+    case = make_case(contexts, [0] * len(contexts))
+    assert run(launch, case).shape == (0, 4, 16)
+
+
+@both
+def test_the_output_is_new_memory_and_inputs_stay(launch: Launcher) -> None:
+    case = make_case(CONTEXTS, QUERIES, poison=0.0)
+    before = case.q.clone(), case.key_cache.clone(), case.value_cache.clone()
+    run(launch, case).fill_(7.0)
+    after = case.q, case.key_cache, case.value_cache
+    assert all(torch.equal(x, y) for x, y in zip(before, after, strict=True))
+
+
+@both
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_long_prompts_take_several_steps(
+    launch: Launcher, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps end inside blocks, and the K/V of all heads are too many at once."""
+    monkeypatch.setattr(prefill_module, "QUERY_STEP", 7)
+    monkeypatch.setattr(prefill_module, "_KEY_ELEMENTS", 100 * 16 * 2)
+    case = make_case([70, 0, 3], [30, 90, 7], num_kv_heads=3, block_size=5, dtype=dtype)
+    assert 30 > decode_module.FEW_TOKENS > 7  # decode takes both of its ways
+    assert_close(run(launch, case), case.exact())
+
+
+def test_a_prompt_longer_than_a_step_as_it_comes() -> None:
+    case = make_case([40], [prefill_module.QUERY_STEP + 30], num_kv_heads=1, block_size=16)
+    assert_close(run(prefill, case), case.exact())
+
+
+@both
+@pytest.mark.parametrize("query_tokens", [1, 3])
+def test_long_contexts_take_several_tiles(
+    launch: Launcher, query_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decode_module, "_TILE_ELEMENTS", 2 * 4 * 16 * 3)
+    case = make_case([0, 11, 12, 13, 60], [query_tokens] * 5)  # a tile is 3 blocks of 4 tokens
+    assert_close(run(launch, case), case.exact())
+
+
+def test_a_tile_is_never_less_than_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode_module, "_TILE_ELEMENTS", 1)
+    case = make_case([9], [1])
+    assert_close(run(decode, case), case.exact())
+
+
+@both
+@pytest.mark.parametrize("group", [1, 4])
+def test_a_token_does_not_see_later_ones(launch: Launcher, group: int) -> None:
+    case = make_case([6], [30], group=group)
+    early = run(launch, case)
+    slots = torch.from_numpy(case.batch.slot_mapping[12:])
+    case.key_cache[slots // 4, :, slots % 4] = 100.0
+    case.value_cache[slots // 4, :, slots % 4] = 100.0
+    late = run(launch, case)
+    assert torch.equal(late[:12], early[:12])
+    assert not torch.equal(late[12:], early[12:])
+
+
+@both
+def test_very_large_scores_do_not_overflow(launch: Launcher) -> None:
+    case = make_case(CONTEXTS, QUERIES, scale=1e4)
+    assert_close(run(launch, case), case.exact())
+
+
+@both
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_one_wrong_block_is_far_outside_the_tolerance(launch: Launcher, dtype: torch.dtype) -> None:
+    """The tolerance tells rounding from a wrong block, in the longest context tested here."""
+    case = make_case([255], [1], block_size=16, dtype=dtype)
+    tables = case.batch.block_tables.copy()
+    tables[0, [3, 4]] = tables[0, [5, 5]]
+    wrong = replace(case, batch=replace(case.batch, block_tables=tables))
+    exact = case.exact()
+    assert is_close(run(launch, case), exact)
+    assert not is_close(run(launch, wrong), exact)

@@ -1,0 +1,203 @@
+import mmap
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from prefixcache.errors import InvalidArgumentError
+from prefixcache.storage.layout import KVLayout
+from prefixcache.storage.pool_memory import PoolMemory
+
+LAYOUT = KVLayout(num_layers=3, num_kv_heads=2, head_dim=8, block_size=4, dtype="float32")
+NUM_BLOCKS = 6
+
+
+@pytest.fixture
+def pool() -> Iterator[PoolMemory]:
+    memory = PoolMemory(LAYOUT, NUM_BLOCKS)
+    yield memory
+    memory.close()
+
+
+def number_everything(pool: PoolMemory) -> None:
+    """Give every element of the pool another value."""
+    for layer in range(LAYOUT.num_layers):
+        for part, view in enumerate((pool.keys(layer), pool.values(layer))):
+            numbers = torch.arange(view.numel()).view(view.shape)
+            view.copy_(numbers * 2 * LAYOUT.num_layers + 2 * layer + part)
+
+
+def bytes_of(pool: PoolMemory) -> list[bytes]:
+    return [pool.block_span(block).numpy().tobytes() for block in range(NUM_BLOCKS)]
+
+
+def pool_mappings() -> list[str]:
+    maps = Path("/proc/self/maps").read_text(encoding="ascii")
+    return [line for line in maps.splitlines() if "prefixcache-kv" in line]
+
+
+def open_fds() -> set[str]:
+    return set(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_views_have_one_layers_keys_or_values_of_every_block(dtype: str) -> None:
+    layout = KVLayout(3, 2, 8, 4, dtype)
+    pool = PoolMemory(layout, NUM_BLOCKS)
+    for view in (pool.keys(2), pool.values(0)):
+        assert view.shape == (NUM_BLOCKS, 2, 4, 8)
+        assert view.dtype == pool.dtype == getattr(torch, dtype)
+        assert view[0].is_contiguous()
+        assert view.stride(0) == layout.block_bytes // layout.dtype_bytes
+    pool.close()
+
+
+def test_a_block_is_one_span_of_keys_then_values_layer_by_layer(pool: PoolMemory) -> None:
+    number_everything(pool)
+    for block in range(NUM_BLOCKS):
+        expected = b"".join(
+            view[block].numpy().tobytes()
+            for layer in range(LAYOUT.num_layers)
+            for view in (pool.keys(layer), pool.values(layer))
+        )
+        assert pool.block_span(block).numpy().tobytes() == expected
+        assert pool.block_span(block).shape == (LAYOUT.block_bytes,)
+
+
+def test_the_pool_starts_page_aligned_and_zero(pool: PoolMemory) -> None:
+    assert pool.block_span(0).data_ptr() % mmap.PAGESIZE == 0
+    assert not any(any(span) for span in bytes_of(pool))
+
+
+def test_all_pages_are_present_before_the_first_use(pool: PoolMemory) -> None:
+    smaps = Path("/proc/self/smaps").read_text(encoding="ascii")
+    ours = smaps.split("prefixcache-kv")[1].splitlines()
+    resident_kib = next(int(line.split()[1]) for line in ours if line.startswith("Rss:"))
+    assert resident_kib * 1024 >= NUM_BLOCKS * LAYOUT.block_bytes
+
+
+def test_another_mapping_of_the_file_sees_the_same_bytes(pool: PoolMemory) -> None:
+    number_everything(pool)
+    assert pool.fd is not None
+    with mmap.mmap(pool.fd, NUM_BLOCKS * LAYOUT.block_bytes) as other:
+        assert other[:] == b"".join(bytes_of(pool))
+        other[LAYOUT.block_bytes] = 77
+        assert pool.block_span(1)[0] == 77
+
+
+def test_copying_a_block_copies_all_layers_and_nothing_else(pool: PoolMemory) -> None:
+    number_everything(pool)
+    before = bytes_of(pool)
+    pool.copy_blocks([1, 4], [3, 0])
+    assert bytes_of(pool) == [before[block] for block in (4, 1, 2, 1, 4, 5)]
+
+
+def test_copies_happen_in_the_given_order(pool: PoolMemory) -> None:
+    """A block that was copied away and freed may be the destination of the next copy."""
+    number_everything(pool)
+    before = bytes_of(pool)
+    pool.copy_blocks([1, 2, 1], [0, 1, 5])
+    assert bytes_of(pool) == [before[block] for block in (1, 2, 2, 3, 4, 2)]
+
+
+@pytest.mark.parametrize(
+    ("sources", "destinations", "field"),
+    [
+        ([0, 1], [2], "destination_ids"),
+        ([0, NUM_BLOCKS], [2, 3], "source_ids"),
+        ([0, -1], [2, 3], "source_ids"),
+        ([0, 1], [2, NUM_BLOCKS], "destination_ids"),
+        ([0, 1], [2, -1], "destination_ids"),
+    ],
+)
+def test_a_refused_copy_changes_nothing(
+    pool: PoolMemory, sources: list[int], destinations: list[int], field: str
+) -> None:
+    number_everything(pool)
+    before = bytes_of(pool)
+    with pytest.raises(InvalidArgumentError) as refusal:
+        pool.copy_blocks(sources, destinations)
+    assert refusal.value.field == field
+    assert bytes_of(pool) == before
+
+
+@pytest.mark.parametrize("layer", [-1, LAYOUT.num_layers])
+def test_a_layer_out_of_range_is_refused(pool: PoolMemory, layer: int) -> None:
+    for view in (pool.keys, pool.values):
+        with pytest.raises(InvalidArgumentError) as refusal:
+            view(layer)
+        assert refusal.value.field == "layer"
+
+
+@pytest.mark.parametrize("block_id", [-1, NUM_BLOCKS])
+def test_a_block_out_of_range_is_refused(pool: PoolMemory, block_id: int) -> None:
+    with pytest.raises(InvalidArgumentError) as refusal:
+        pool.block_span(block_id)
+    assert refusal.value.field == "block_id"
+
+
+def test_close_gives_back_the_memory_and_the_file() -> None:
+    fds, mappings = open_fds(), len(pool_mappings())
+    pool = PoolMemory(LAYOUT, NUM_BLOCKS)
+    assert len(pool_mappings()) == mappings + 1
+    pool.close()
+    pool.close()
+    assert len(pool_mappings()) == mappings
+    assert open_fds() == fds
+    assert pool.fd is None
+    with pytest.raises(InvalidArgumentError):
+        pool.block_span(0)
+    assert len(pool.keys(0)) == 0
+
+
+def test_a_view_outlives_the_pool() -> None:
+    pool = PoolMemory(LAYOUT, NUM_BLOCKS)
+    view = pool.keys(1)
+    view.fill_(3.0)
+    pool.close()
+    assert (view == 3.0).all()
+    assert len(pool_mappings()) == 1
+    del view
+    assert not pool_mappings()
+
+
+@pytest.mark.parametrize("num_blocks", [2**31 - 1, 2**30])
+def test_more_than_the_available_memory_is_refused_before_any_is_taken(num_blocks: int) -> None:
+    """The size is far beyond 32 and close to 64 bits; it is named in full."""
+    layout = KVLayout(num_layers=80, num_kv_heads=8, head_dim=128, block_size=16, dtype="bfloat16")
+    fds = open_fds()
+    with pytest.raises(InvalidArgumentError) as refusal:
+        PoolMemory(layout, num_blocks)
+    assert refusal.value.field == "num_blocks"
+    assert refusal.value.fields["needed_bytes"] == num_blocks * 80 * 2 * 8 * 16 * 128 * 2
+    assert open_fds() == fds
+
+
+@pytest.mark.parametrize("num_blocks", [0, -1, 2**31])
+def test_a_number_of_blocks_that_tables_cannot_name_is_refused(num_blocks: int) -> None:
+    with pytest.raises(InvalidArgumentError) as refusal:
+        PoolMemory(LAYOUT, num_blocks)
+    assert refusal.value.field == "num_blocks"
+
+
+def test_a_failing_mapping_leaves_no_file_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError("cannot allocate memory")
+
+    fds = open_fds()
+    monkeypatch.setattr(mmap, "mmap", refuse)
+    with pytest.raises(InvalidArgumentError, match="cannot allocate memory"):
+        PoolMemory(LAYOUT, NUM_BLOCKS)
+    assert open_fds() == fds
+
+
+@pytest.mark.parametrize("device", ["cuda", "meta"])
+def test_a_device_that_is_not_there_is_refused(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(InvalidArgumentError) as refusal:
+        PoolMemory(LAYOUT, NUM_BLOCKS, device)
+    assert refusal.value.field == "device"
