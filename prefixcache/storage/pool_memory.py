@@ -20,6 +20,7 @@ from collections.abc import Sequence
 import torch
 
 from prefixcache.errors import InvalidArgumentError
+from prefixcache.storage.host_memory import available_host_bytes
 from prefixcache.storage.layout import KVLayout
 
 _DTYPES = {
@@ -127,7 +128,7 @@ class PoolMemory:
 
 def _check_available(size: int, device: torch.device) -> None:
     if device.type == "cpu":
-        available = _available_host_bytes()
+        available = available_host_bytes()
     elif device.type == "cuda" and torch.cuda.is_available():
         available = torch.cuda.mem_get_info(device)[0]
     else:
@@ -139,16 +140,6 @@ def _check_available(size: int, device: torch.device) -> None:
             needed_bytes=size,
             available_bytes=available,
         )
-
-
-def _available_host_bytes() -> int:
-    """What the kernel can hand out without swapping."""
-    with open("/proc/meminfo", encoding="ascii") as meminfo:
-        for line in meminfo:
-            name, value = line.split(":")
-            if name == "MemAvailable":
-                return int(value.split()[0]) * 1024
-    raise OSError("/proc/meminfo has no MemAvailable")
 
 
 def _map_shared(size: int) -> tuple[int, torch.Tensor]:
