@@ -6,6 +6,7 @@ server at every load tried, and handlers may block in numpy and torch.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -24,26 +25,32 @@ from prefixcache.server.handlers import add_services
 
 MIN_PING_INTERVAL_MS = 5_000
 """Clients may ping this often, with or without calls, before they are told to go away."""
-_HEALTH_WATCHERS = 4
-_REFLECTION_STREAMS = 16
+_MAX_STREAMS = 64
+"""Health watches and reflection streams that are served at the same time; more of them wait."""
+_LAST_REPLIES_S = 0.5
+"""How long replies may take to leave once their calls have ended."""
 
 
 class RpcServer:
     """Serves one daemon on any number of addresses.
 
-    max_workers: calls that run at the same time; more of them wait. Health watches and reflection
-    have threads of their own: a stream that its client forgot takes none from the calls.
+    max_workers: calls that run at the same time; more of them wait. Streams have threads of their
+    own: one that its client forgot takes none from the calls.
     """
 
     def __init__(self, daemon: Daemon, *, max_workers: int) -> None:
         self._daemon = daemon
+        self._num_workers = max_workers
+        self._workers = ThreadPoolExecutor(max_workers, "rpc")
+        self._streams = ThreadPoolExecutor(_MAX_STREAMS, "stream")
+        # The non-blocking mode needs no threads and deadlocks: it sends a watch's first status
+        # under a lock that gRPC's only serving thread takes when another watch ends.
         self._health = health.HealthServicer(
-            experimental_non_blocking=True,
-            experimental_thread_pool=ThreadPoolExecutor(_HEALTH_WATCHERS, "health"),
+            experimental_non_blocking=False, experimental_thread_pool=self._streams
         )
         max_bytes = daemon.info.limits.max_message_bytes
         self._server = grpc.server(
-            ThreadPoolExecutor(max_workers, "rpc"),
+            self._workers,
             options=[
                 ("grpc.max_receive_message_length", max_bytes),
                 ("grpc.max_send_message_length", max_bytes),
@@ -84,10 +91,27 @@ class RpcServer:
         self._set_health(health_pb2.HealthCheckResponse.SERVING)
 
     def stop(self, drain_timeout_s: float) -> None:
-        """Say that it is not serving, refuse new calls, and wait for running ones."""
+        """Say that it is not serving, refuse new calls, and wait for running ones.
+
+        Streams are cut when the calls have ended: a health watch would last for ever.
+        """
         self._daemon.is_draining = True
         self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
-        self._server.stop(drain_timeout_s).wait()
+        stopped = self._server.stop(drain_timeout_s)
+        if self._calls_end_within(drain_timeout_s):
+            stopped = self._server.stop(_LAST_REPLIES_S)
+        stopped.wait()
+
+    def _calls_end_within(self, timeout_s: float) -> bool:
+        """Workers take calls in order: when all of them are at the barrier, no call is left."""
+        barrier = threading.Barrier(self._num_workers + 1)
+        for _ in range(self._num_workers):
+            self._workers.submit(barrier.wait, timeout_s)
+        try:
+            barrier.wait(timeout_s)
+        except threading.BrokenBarrierError:
+            return False
+        return True
 
     def _add_reflection(self) -> None:
         """`reflection.enable_server_reflection` would hold a worker for each open stream."""
@@ -98,9 +122,7 @@ class RpcServer:
             yield from servicer.ServerReflectionInfo(requests, context)
 
         # How gRPC is told of a handler's own threads; the health servicer does the same.
-        answer.experimental_thread_pool = (  # type: ignore[attr-defined]
-            ThreadPoolExecutor(_REFLECTION_STREAMS, "reflection")
-        )
+        answer.experimental_thread_pool = self._streams  # type: ignore[attr-defined]
         handler = grpc.stream_stream_rpc_method_handler(
             answer,
             request_deserializer=reflection_pb2.ServerReflectionRequest.FromString,

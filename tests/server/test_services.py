@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -65,9 +66,10 @@ def test_every_service_is_serving(stubs: Stubs) -> None:
     assert caught.value.code() is grpc.StatusCode.NOT_FOUND
 
 
-def test_a_daemon_that_stops_says_so_before_it_refuses_and_finishes_running_calls() -> None:
+@pytest.mark.parametrize("max_workers", [1, 4])
+def test_a_daemon_that_stops_says_so_first_and_finishes_running_calls(max_workers: int) -> None:
     daemon = Daemon(CacheOptions(16, 4))
-    server = RpcServer(daemon, max_workers=4)
+    server = RpcServer(daemon, max_workers=max_workers)
     target = server.listen("127.0.0.1:0")
     server.start()
     with connected(target) as stubs:
@@ -75,15 +77,21 @@ def test_a_daemon_that_stops_says_so_before_it_refuses_and_finishes_running_call
         watch = health.Watch(health_pb2.HealthCheckRequest(), timeout=TIMEOUT_S)
         assert next(watch).status == health_pb2.HealthCheckResponse.SERVING
         with held(daemon.sequences, "prepare") as gate:
-            running = stubs.start("Lookup", cache_pb2.LookupRequest(token_ids=[1, 2]))
-            gate.wait()
+            request = cache_pb2.LookupRequest(token_ids=[1, 2])
+            running = [stubs.start("Lookup", request) for _ in range(max_workers)]
+            for _ in range(max_workers):
+                gate.wait()
             stopper = _Stopper(server)
             assert next(watch).status == health_pb2.HealthCheckResponse.NOT_SERVING
-            watch.cancel()
             assert daemon.is_draining
             gate.release()
-            assert stubs.finish(running).num_blocks_needed == 1
+            for call in running:
+                assert stubs.finish(call).num_blocks_needed == 1
+            # It does not wait for the watch, which never ends.
             stopper.join()
+        with pytest.raises(grpc.RpcError) as caught:
+            next(watch)
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
         refusal = stubs.refused("Lookup", cache_pb2.LookupRequest(token_ids=[1]))
         assert refusal.code is grpc.StatusCode.UNAVAILABLE
 
@@ -92,7 +100,7 @@ class _Stopper:
     """Stops a server in a thread of its own, as a signal handler's main thread would."""
 
     def __init__(self, server: RpcServer) -> None:
-        self._thread = threading.Thread(target=server.stop, args=(TIMEOUT_S,))
+        self._thread = threading.Thread(target=server.stop, args=(10 * TIMEOUT_S,))
         self._thread.start()
 
     def join(self) -> None:
@@ -190,6 +198,20 @@ def test_open_streams_keep_no_call_waiting() -> None:
             assert stubs.stats().num_blocks == 16
         finally:
             over.set()
+
+
+def test_watches_that_come_and_go_block_nobody(running: RunningDaemon, stubs: Stubs) -> None:
+    def watch_and_leave(_: int) -> None:
+        with connected(running.target) as own:
+            health = health_pb2_grpc.HealthStub(own.channel)
+            for _ in range(25):
+                watch = health.Watch(health_pb2.HealthCheckRequest(), timeout=TIMEOUT_S)
+                assert next(watch).status == health_pb2.HealthCheckResponse.SERVING
+                watch.cancel()
+
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(watch_and_leave, range(8)))
+    assert stubs.stats().num_blocks == 16
 
 
 BUF = Path(sys.executable).with_name("buf")
