@@ -106,7 +106,13 @@ class NetworkSection(Section):
         ge=2**16,
         le=_MAX_GRPC_MESSAGE_BYTES,
     )
-    max_workers: int = _setting(16, "Threads that answer calls.", unit="threads", ge=1, le=1024)
+    max_workers: int = _setting(
+        16,
+        "Threads that answer calls, and as many more for Prefill and Decode.",
+        unit="threads",
+        ge=1,
+        le=1024,
+    )
 
     @property
     def addresses(self) -> tuple[Address, ...]:

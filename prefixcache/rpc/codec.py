@@ -82,13 +82,6 @@ def tensor_from_wire(message: attention_pb2.Tensor, field: str) -> HostTensor:
     return HostTensor(dtype, shape, data)
 
 
-def tensor_to_wire(tensor: HostTensor) -> Any:
-    """The twin of Tensor, to be set in a twin request or reply."""
-    message = twin("Tensor")()
-    set_tensor(message, tensor)
-    return message
-
-
 def set_tensor(message: Any, tensor: HostTensor) -> None:
     """Fill a Tensor, or its twin, in place: a message set in another one is copied once more."""
     message.data_type = _DATA_TYPES[tensor.dtype]

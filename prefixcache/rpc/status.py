@@ -11,6 +11,7 @@ from typing import Any
 
 import grpc
 from google.protobuf import any_pb2, duration_pb2
+from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
@@ -62,7 +63,14 @@ def to_status(error: PrefixCacheError, boot_id: bytes) -> grpc.Status:
     if isinstance(error, errors.NoRoomError):
         delay = duration_pb2.Duration(nanos=int(RETRY_DELAY_S * 1e9))
         status.details.append(_packed(error_details_pb2.RetryInfo(retry_delay=delay)))
-    return rpc_status.to_status(status)
+    wire_status: Any = rpc_status.to_status(status)
+    if isinstance(error, errors.DrainingError):
+        # gRPC's own retries would come back to a daemon that is about to end.
+        wire_status = wire_status._replace(
+            trailing_metadata=(*wire_status.trailing_metadata, ("grpc-retry-pushback-ms", "-1"))
+        )
+    checked: grpc.Status = wire_status
+    return checked
 
 
 def from_rpc_error(error: grpc.RpcError) -> PrefixCacheError:
@@ -92,7 +100,10 @@ def _error_info(error: grpc.RpcError) -> error_details_pb2.ErrorInfo | None:
     metadata: Any = error.trailing_metadata() or ()
     for key, value in metadata:
         if key == "grpc-status-details-bin":
-            status = status_pb2.Status.FromString(value)
+            try:
+                status = status_pb2.Status.FromString(value)
+            except DecodeError:
+                return None
             for detail in status.details:
                 info = error_details_pb2.ErrorInfo()
                 if detail.Unpack(info) and info.domain == ERROR_DOMAIN:

@@ -20,14 +20,16 @@ class AttentionService:
     def prefill(self, request: attention_pb2.PrefillRequest) -> Any:
         if self._engine is None:
             raise NoStorageError
-        out = self._engine.prefill(*_arguments(request))
-        return twin("PrefillResponse")(out=codec.tensor_to_wire(out))
+        response = twin("PrefillResponse")()
+        codec.set_tensor(response.out, self._engine.prefill(*_arguments(request)))
+        return response
 
     def decode(self, request: attention_pb2.DecodeRequest) -> Any:
         if self._engine is None:
             raise NoStorageError
-        out = self._engine.decode(*_arguments(request))
-        return twin("DecodeResponse")(out=codec.tensor_to_wire(out))
+        response = twin("DecodeResponse")()
+        codec.set_tensor(response.out, self._engine.decode(*_arguments(request)))
+        return response
 
 
 def _arguments(request: attention_pb2.PrefillRequest | attention_pb2.DecodeRequest) -> Any:

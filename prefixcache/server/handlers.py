@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import grpc
@@ -20,23 +22,39 @@ from prefixcache.rpc.status import to_status
 _log = structlog.get_logger(__name__)
 
 
-def add_services(server: grpc.Server, servicers: Mapping[str, object], boot_id: bytes) -> None:
-    """Register every RPC of the .proto files.
+@dataclass(frozen=True, slots=True)
+class Service:
+    """Who answers the RPCs of one service, and in whose threads.
 
-    servicers: by short service name; the method for `GetStats` is `get_stats(request)`, which
-    returns a message, a twin or not, or raises a PrefixCacheError.
+    servicer: its method for the RPC `GetStats` is `get_stats(request)`, which returns a message,
+    a twin or not, or raises a PrefixCacheError.
     """
+
+    servicer: object
+    workers: ThreadPoolExecutor
+
+
+def add_services(server: grpc.Server, services: Mapping[str, Service], boot_id: bytes) -> None:
+    """Register every RPC of the .proto files; services by their short names."""
     by_service: dict[str, dict[str, Any]] = {}
     for method in wire.methods():
-        servicer = servicers[method.service.rpartition(".")[2]]
-        call = getattr(servicer, re.sub(r"(?<!^)(?=[A-Z])", "_", method.name).lower())
+        service = services[method.service.rpartition(".")[2]]
+        name = re.sub(r"(?<!^)(?=[A-Z])", "_", method.name).lower()
+        handler = _handler(method, getattr(service.servicer, name), boot_id)
+        run_in(service.workers, handler)
         by_service.setdefault(method.service, {})[method.name] = (
-            grpc.unary_unary_rpc_method_handler(
-                _handler(method, call, boot_id), response_serializer=_serialize
-            )
+            grpc.unary_unary_rpc_method_handler(handler, response_serializer=_serialize)
         )
-    for service, handlers in by_service.items():
-        server.add_registered_method_handlers(service, handlers)
+    for full_name, handlers in by_service.items():
+        server.add_registered_method_handlers(full_name, handlers)
+
+
+def run_in(workers: ThreadPoolExecutor, handler: Callable[..., Any]) -> None:
+    """Let a handler function run in threads of its own, not in the server's.
+
+    The attribute is how grpcio's own health service says it.
+    """
+    handler.experimental_thread_pool = workers  # type: ignore[attr-defined]
 
 
 def _handler(

@@ -21,7 +21,7 @@ from prefixcache.server.admin_service import AdminService
 from prefixcache.server.attention_service import AttentionService
 from prefixcache.server.cache_service import CacheService
 from prefixcache.server.daemon import Daemon
-from prefixcache.server.handlers import add_services
+from prefixcache.server.handlers import Service, add_services, run_in
 
 MIN_PING_INTERVAL_MS = 5_000
 """Clients may ping this often, with or without calls, before they are told to go away."""
@@ -34,14 +34,16 @@ _LAST_REPLIES_S = 0.5
 class RpcServer:
     """Serves one daemon on any number of addresses.
 
-    max_workers: calls that run at the same time; more of them wait. Streams have threads of their
-    own: one that its client forgot takes none from the calls.
+    max_workers: calls that run at the same time, and as many Prefill and Decode calls; more of
+    them wait. Attention has threads of its own, so that a long one delays no lookup and no health
+    check, and so have streams: one that its client forgot takes none from the calls.
     """
 
     def __init__(self, daemon: Daemon, *, max_workers: int) -> None:
         self._daemon = daemon
         self._num_workers = max_workers
         self._workers = ThreadPoolExecutor(max_workers, "rpc")
+        self._attention_workers = ThreadPoolExecutor(max_workers, "attention")
         self._streams = ThreadPoolExecutor(_MAX_STREAMS, "stream")
         # The non-blocking mode needs no threads and deadlocks: it sends a watch's first status
         # under a lock that gRPC's only serving thread takes when another watch ends.
@@ -64,9 +66,9 @@ class RpcServer:
         add_services(
             self._server,
             {
-                "PrefixCacheService": CacheService(daemon),
-                "AttentionService": AttentionService(daemon),
-                "AdminService": AdminService(daemon),
+                "PrefixCacheService": Service(CacheService(daemon), self._workers),
+                "AttentionService": Service(AttentionService(daemon), self._attention_workers),
+                "AdminService": Service(AdminService(daemon), self._workers),
             },
             daemon.boot_id,
         )
@@ -104,9 +106,10 @@ class RpcServer:
 
     def _calls_end_within(self, timeout_s: float) -> bool:
         """Workers take calls in order: when all of them are at the barrier, no call is left."""
-        barrier = threading.Barrier(self._num_workers + 1)
+        barrier = threading.Barrier(2 * self._num_workers + 1)
         for _ in range(self._num_workers):
             self._workers.submit(barrier.wait, timeout_s)
+            self._attention_workers.submit(barrier.wait, timeout_s)
         try:
             barrier.wait(timeout_s)
         except threading.BrokenBarrierError:
@@ -121,8 +124,7 @@ class RpcServer:
         def answer(requests: Any, context: grpc.ServicerContext) -> Iterator[Any]:
             yield from servicer.ServerReflectionInfo(requests, context)
 
-        # How gRPC is told of a handler's own threads; the health servicer does the same.
-        answer.experimental_thread_pool = self._streams  # type: ignore[attr-defined]
+        run_in(self._streams, answer)
         handler = grpc.stream_stream_rpc_method_handler(
             answer,
             request_deserializer=reflection_pb2.ServerReflectionRequest.FromString,

@@ -77,10 +77,17 @@ def test_a_reset_is_not_repeated(client, fake):
 
 
 def test_repeats_end_after_four_attempts(client, fake):
-    fake.will("Lookup", *[DrainingError()] * 5)
-    with pytest.raises(DrainingError):
+    fake.will("Lookup", *[UNAVAILABLE] * 5)
+    with pytest.raises(UnavailableError):
         client.lookup([1])
     assert len(fake.requests["Lookup"]) == 4
+
+
+def test_a_call_that_a_draining_daemon_refused_is_not_repeated(client, fake):
+    fake.will("Lookup", DrainingError())
+    with pytest.raises(DrainingError):
+        client.lookup([1])
+    assert len(fake.requests["Lookup"]) == 1
 
 
 @pytest.mark.parametrize(

@@ -105,8 +105,10 @@ def test_an_error_comes_back_with_class_message_and_fields(error):
 def test_a_status_carries_reason_numbers_and_boot_id_in_the_standard_form(error):
     status = to_status(error, BOOT_ID)
     assert status.code is status_code(error)
-    ((key, value),) = status.trailing_metadata
-    assert key == "grpc-status-details-bin"
+    metadata = dict(status.trailing_metadata)
+    value = metadata.pop("grpc-status-details-bin")
+    stops_retries = type(error) is errors.DrainingError
+    assert metadata == ({"grpc-retry-pushback-ms": "-1"} if stops_retries else {})
     message = status_pb2.Status.FromString(value)
     assert (message.code, message.message) == (status.code.value[0], error.message)
     info = error_details_pb2.ErrorInfo()
@@ -119,6 +121,12 @@ def test_a_status_carries_reason_numbers_and_boot_id_in_the_standard_form(error)
 
 def test_the_field_of_a_bad_argument_survives():
     assert _across(errors.InvalidArgumentError("token_ids", "is empty")).field == "token_ids"
+
+
+def test_damaged_details_leave_the_class_of_the_code():
+    error = _RpcError(grpc.StatusCode.NOT_FOUND, "text")
+    error.trailing_metadata = lambda: [("grpc-status-details-bin", b"\xff\xff")]
+    assert type(from_rpc_error(error)) is errors.NotFoundError
 
 
 @pytest.mark.parametrize("code", [c for c in grpc.StatusCode if c is not grpc.StatusCode.OK])

@@ -11,13 +11,14 @@ from typing import Any
 
 import grpc
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from prefixcache import engine
 from prefixcache.rpc._pb import cache_pb2
 from prefixcache.server.daemon import CacheOptions, ModelOptions
 from prefixcache.storage.layout import KVLayout
 from tests.support.daemon import RunningDaemon, running_daemon
-from tests.support.gate import Gate, held
+from tests.support.gate import WAIT_S, Gate, held
 from tests.support.invariants import check_invariants
 from tests.support.stubs import Peer, Refused, Row, Stubs, connected, read_append
 from tests.support.tolerances import assert_close
@@ -33,6 +34,7 @@ from tests.support.toy_model import (
 
 BLOCK_SIZE, NUM_BLOCKS = 4, 16
 LAYOUT = KVLayout(2, 2, 8, BLOCK_SIZE, "float32")
+CACHE = CacheOptions(NUM_BLOCKS, BLOCK_SIZE, owner_ttl_s=0.0)
 LAST_LAYER = LAYOUT.num_layers - 1
 OK, BUSY = cache_pb2.RESULT_CODE_OK, cache_pb2.RESULT_CODE_BUSY
 METHODS = ["Prefill", "Decode"]
@@ -90,9 +92,8 @@ class RunningCall:
 
 @pytest.fixture
 def served() -> Iterator[Served]:
-    cache = CacheOptions(NUM_BLOCKS, BLOCK_SIZE, owner_ttl_s=0.0)
     with (
-        running_daemon(cache, ModelOptions(LAYOUT)) as running,
+        running_daemon(CACHE, ModelOptions(LAYOUT)) as running,
         connected(running.target) as stubs,
     ):
         yield Served(running, stubs)
@@ -379,3 +380,23 @@ def refusal_of(call: Callable[[], object]) -> Refused:
     with pytest.raises(Refused) as caught:
         call()
     return caught.value
+
+
+def test_attention_in_every_worker_delays_no_other_call() -> None:
+    with (
+        running_daemon(CACHE, ModelOptions(LAYOUT), max_workers=1) as running,
+        connected(running.target) as stubs,
+    ):
+        served = Served(running, stubs)
+        run = served.run(range(6))
+        with served.running("Prefill", 0, run, 6) as call:
+            assert served.found(range(6)) == 0
+            assert health_of(running.target) == health_pb2.HealthCheckResponse.SERVING
+            call.finish()
+
+
+def health_of(target: str) -> int:
+    with grpc.insecure_channel(target) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        status: int = stub.Check(health_pb2.HealthCheckRequest(), timeout=WAIT_S).status
+        return status
