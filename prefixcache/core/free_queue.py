@@ -70,6 +70,7 @@ class FreeQueue:
 
     def peek_head(self, count: int) -> BlockIds:
         """The first `count` blocks from the head on; `count` is at most the queue's length."""
+        assert count <= self._length
         found: list[BlockIds] = []
         position, missing = self._head, count
         while missing:

@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from prefixcache.errors import ExceedsPoolError, NoRoomError
-from tests.core.manager import TWO, A, Manager, T, U, refused
+from tests.core.manager import TWO, A, C, Manager, T, U, refused
 
 
 def test_hits_are_held_before_new_blocks_are_taken() -> None:
     """The hits stand at the head of the free queue, where new blocks come from."""
     manager = Manager(4)
-    cached = manager.fill(T(8))
-    blank = manager.allocate(U(8))
-    manager.pool.acquire(np.array(cached, dtype=np.int32))
-    manager.pool.release(np.array(cached, dtype=np.int32))
-    manager.free(blank)
-    other = manager.allocate(U(8))
-    assert manager.free_order() == cached[::-1]
-    manager.free(other)
+    cached, others = manager.fill(T(8)), manager.fill(C(8))
+    assert manager.free_order() == [*cached[::-1], *others[::-1]]
     held = manager.allocate(T(8) + A(8))
     assert held.cached == 8
-    assert held.table[:2] == cached
-    assert len(set(held.table)) == 4
-    assert manager.sequences.stats().evictions == 0
+    assert held.table == [*cached, *others[::-1]]
+    assert manager.hit([*T(8), 1]) == 8
+    assert manager.sequences.stats().evictions == 2
 
 
 def test_room_does_not_count_free_blocks_that_are_about_to_be_hits() -> None:

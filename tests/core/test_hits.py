@@ -50,8 +50,9 @@ def test_a_hit_is_a_multiple_of_the_block_size(size: int, num_tokens: int) -> No
     assert manager.hit([*T(num_tokens), 99]) == num_tokens // size * size
 
 
-def test_a_hole_at_the_head_of_the_chain_hides_what_follows() -> None:
-    manager = Manager(4, verify_hits=True)
+@pytest.mark.parametrize("verify_hits", [False, True])
+def test_a_hole_at_the_head_of_the_chain_hides_what_follows(verify_hits: bool) -> None:
+    manager = Manager(4, verify_hits=verify_hits)
     manager.fill(T(12))
     chain = manager.sequences.prepare(np.array(T(12), dtype=np.uint32), ExtraKeys()).chain
     blocks = manager.pool.match(chain, 3)

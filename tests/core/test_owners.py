@@ -164,6 +164,31 @@ def test_sequences_of_a_silent_owner_expire_and_any_call_renews_all_of_them() ->
     assert manager.sequences.stats().expired_sequences == 3
 
 
+CALLS_OF_AN_OWNER = {
+    "allocate": lambda manager, held: manager.allocate(T(3)),
+    "append": lambda manager, held: manager.append(held, [1]),
+    "commit": lambda manager, held: manager.commit(held),
+    "fork": lambda manager, held: manager.fork(held),
+    "truncate": lambda manager, held: manager.truncate(held, 5),
+    "free": lambda manager, held: manager.free(held),
+    "attention": lambda manager, held: manager.sequences.begin_attention(ONE, 0, [], [], []),
+}
+
+
+@pytest.mark.parametrize("call", CALLS_OF_AN_OWNER)
+def test_every_call_of_an_owner_renews_it(call: str) -> None:
+    manager = Manager(12, owner_ttl_s=10.0)
+    silent, held = manager.allocate(U(4)), manager.allocate(T(6))
+    manager.commit(held)
+    manager.clock_s = 9.0
+    CALLS_OF_AN_OWNER[call](manager, held)
+    manager.clock_s = 18.9
+    assert manager.sequences.expire() == 0
+    manager.clock_s = 19.0
+    assert manager.sequences.expire() >= 1
+    assert manager.free(silent) == [ResultCode.NOT_FOUND]
+
+
 def test_a_refused_call_renews_its_owner_too() -> None:
     manager = Manager(4, owner_ttl_s=10.0)
     held = manager.allocate(T(4))
