@@ -37,6 +37,11 @@ ExtraKey = tuple[str | int | bytes, ...]
 
 _CBOR_NULL = b"\xf6"
 _CBOR_MAX_TOKEN_BYTES = 5
+MAX_TEXT_BYTES = 4096
+"""Longest LoRA name or path, identifier or salt. LoRA enters the hash of every block, so a longer
+one would make a prompt cost its length times the number of blocks."""
+MAX_ITEM_LAYERS = 16
+"""Items may overlap, such as the sound and the pictures of a video; so much of each other."""
 _TOKENS_A_CHUNK = 1 << 15
 """Tokens encoded at a time: the five-fold scratch rows of a chunk stay in the cache."""
 
@@ -256,12 +261,25 @@ def check_extra_keys(extra_keys: ExtraKeys, first_token: int, end_token: int, si
 
     size: tokens a block. Raises InvalidArgumentError with the field's name.
     """
-    if extra_keys.lora and not extra_keys.lora.name:
-        raise InvalidArgumentError("extra_keys.lora.name", "is empty; a path needs a name")
+    if extra_keys.lora:
+        if not extra_keys.lora.name:
+            raise InvalidArgumentError("extra_keys.lora.name", "is empty; a path needs a name")
+        _check_length("lora.name", extra_keys.lora.name)
+        _check_length("lora.path", extra_keys.lora.path)
+    _check_length("cache_salt", extra_keys.cache_salt)
+    num_item_tokens = 0
     for item in extra_keys.multimodal_items:
         if not item.identifier:
             raise InvalidArgumentError("extra_keys.multimodal_items.identifier", "is empty")
+        _check_length("multimodal_items.identifier", item.identifier)
         _check_span("multimodal_items", item.offset, item.num_tokens, first_token, end_token)
+        num_item_tokens += item.num_tokens
+    if num_item_tokens > MAX_ITEM_LAYERS * (end_token - first_token):
+        raise InvalidArgumentError(
+            "extra_keys.multimodal_items",
+            f"have {num_item_tokens} tokens together, at most {MAX_ITEM_LAYERS} for each of the "
+            f"{end_token - first_token} tokens of this call",
+        )
     for embeds in extra_keys.prompt_embeds:
         _check_span("prompt_embeds", embeds.offset, embeds.num_tokens, first_token, end_token)
         end = embeds.offset + embeds.num_tokens
@@ -271,6 +289,14 @@ def check_extra_keys(extra_keys: ExtraKeys, first_token: int, end_token: int, si
                 "extra_keys.prompt_embeds.digests",
                 f"needs one 32-byte digest for each of the {num_blocks} blocks it overlaps",
             )
+
+
+def _check_length(name: str, text: str) -> None:
+    num_bytes = len(text.encode())
+    if num_bytes > MAX_TEXT_BYTES:
+        raise InvalidArgumentError(
+            f"extra_keys.{name}", f"has {num_bytes} bytes, at most {MAX_TEXT_BYTES}"
+        )
 
 
 def _check_span(name: str, offset: int, num_tokens: int, first_token: int, end_token: int) -> None:

@@ -21,6 +21,9 @@ from prefixcache.types import (
     PromptEmbeds,
 )
 
+MAX_DIMENSIONS = 8
+"""Of a tensor; those of the RPCs have three."""
+
 _DATA_TYPES = {
     "float32": attention_pb2.DATA_TYPE_FLOAT32,
     "float16": attention_pb2.DATA_TYPE_FLOAT16,
@@ -70,6 +73,11 @@ def tensor_from_wire(message: attention_pb2.Tensor, field: str) -> HostTensor:
     dtype = _DTYPES.get(message.data_type)
     if dtype is None:
         raise InvalidArgumentError(f"{field}.data_type", f"{message.data_type} is not a type")
+    if len(message.shape) > MAX_DIMENSIONS:
+        # The product of many lengths is a number too large to compute with.
+        raise InvalidArgumentError(
+            f"{field}.shape", f"has {len(message.shape)} dimensions, at most {MAX_DIMENSIONS}"
+        )
     shape = tuple(message.shape)
     num_bytes = DTYPE_BYTES[dtype]
     for length in shape:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,8 @@ import xxhash
 from prefixcache.core.hashing import (
     HASH_ALGORITHMS,
     HASH_RECIPE_VERSION,
+    MAX_ITEM_LAYERS,
+    MAX_TEXT_BYTES,
     HashAlgorithm,
     Hasher,
     block_extra_keys,
@@ -389,6 +391,35 @@ def test_extra_keys_that_cannot_belong_to_the_tokens_are_refused_by_name(
     with pytest.raises(InvalidArgumentError) as caught:
         check_extra_keys(extra_keys, 0, 12, 4)
     assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("make", "field"),
+    [
+        (lambda text: ExtraKeys(Lora(text)), "lora.name"),
+        (lambda text: ExtraKeys(Lora("a", text)), "lora.path"),
+        (lambda text: ExtraKeys(cache_salt=text), "cache_salt"),
+        (
+            lambda text: ExtraKeys(multimodal_items=(MultimodalItem(text, 0, 1),)),
+            "multimodal_items.identifier",
+        ),
+    ],
+)
+def test_a_text_that_would_make_every_block_dear_to_hash_is_refused_by_name(
+    make: Callable[[str], ExtraKeys], field: str
+) -> None:
+    check_extra_keys(make("é" * (MAX_TEXT_BYTES // 2)), 0, 12, 4)
+    with pytest.raises(InvalidArgumentError) as caught:
+        check_extra_keys(make("é" * (MAX_TEXT_BYTES // 2) + "x"), 0, 12, 4)
+    assert caught.value.field == f"extra_keys.{field}"
+
+
+def test_items_may_overlap_but_not_all_of_them_on_every_block() -> None:
+    whole = tuple(MultimodalItem(str(index), 0, 12) for index in range(MAX_ITEM_LAYERS + 1))
+    check_extra_keys(ExtraKeys(multimodal_items=whole[1:]), 0, 12, 4)
+    with pytest.raises(InvalidArgumentError) as caught:
+        check_extra_keys(ExtraKeys(multimodal_items=whole), 0, 12, 4)
+    assert caught.value.field == "extra_keys.multimodal_items"
 
 
 def test_extra_keys_that_fit_are_accepted() -> None:

@@ -168,6 +168,13 @@ def tensor(
     return attention_pb2.Tensor(data_type=data_type, shape=shape, data=data[:size])
 
 
+def many_dimensions(count: int) -> attention_pb2.Tensor:
+    """The product of its lengths has millions of bits."""
+    return attention_pb2.Tensor(
+        data_type=attention_pb2.DATA_TYPE_FLOAT32, shape=[MAX_UINT32] * count
+    )
+
+
 def attention_request(name: str, peer: Peer, rows: list[tuple[int, int, int]]) -> Any:
     num_tokens = sum(row[2] for row in rows)
     return METHODS[name].request(
@@ -372,6 +379,8 @@ BAD_ATTENTION_VALUES: list[tuple[Change, str]] = [
             (tensor(6, HEADS, HEAD_DIM, num_bytes=383), "data"),
             (tensor(6, HEADS, HEAD_DIM, num_bytes=388), "data"),
             (tensor(*[MAX_UINT32] * 3, num_bytes=384), "data"),
+            (many_dimensions(9), "shape"),
+            (many_dimensions(100_000), "shape"),
             (tensor(num_bytes=4), "shape"),
             (tensor(96), "shape"),
             (tensor(6, HEADS * HEAD_DIM), "shape"),
