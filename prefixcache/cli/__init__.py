@@ -39,7 +39,11 @@ def load_command(name: str) -> Any:
     function = getattr(importlib.import_module(f"prefixcache.cli.{name}"), name)
     single = typer.Typer(add_completion=False, **_TYPER)
     single.command(name)(function)
-    return typer.main.get_command(single)
+    command = typer.main.get_command(single)
+    for parameter in command.params:
+        if getattr(parameter, "is_flag", False):
+            parameter.metavar = " "  # typer would show a switch as if it took a <bool>
+    return command
 
 
 class _Commands(TyperGroup):
@@ -70,7 +74,11 @@ def _root(
     version: Annotated[
         bool,
         typer.Option(
-            "--version", callback=_print_version, is_eager=True, help="Show the version and exit."
+            "--version",
+            callback=_print_version,
+            is_eager=True,
+            metavar=" ",
+            help="Show the version and exit.",
         ),
     ] = False,
 ) -> None:

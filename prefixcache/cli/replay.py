@@ -194,9 +194,9 @@ def _through_daemon(client: Client) -> Iterator[_Run]:
 
 
 def _run(trace: Trace, runs: Iterator[_Run], as_json: bool) -> None:
-    if not as_json:
-        typer.echo(_HEADINGS)
-    for run in runs:
+    for index, run in enumerate(runs):
+        if index == 0 and not as_json:
+            typer.echo(_HEADINGS)
         with _progress(f"{run.pool} blocks", trace.num_tokens) as progress:
             result = replay_trace(trace, run.target, progress)
         typer.echo(json.dumps(_json_row(run, result)) if as_json else _text_row(run, result))

@@ -136,7 +136,8 @@ class DaemonTarget:
         if stats.referenced or stats.cached:
             raise FailedPreconditionError(
                 f"the daemon's pool is in use: {stats.referenced} blocks referenced, "
-                f"{stats.cached} cached; a replay needs an empty one",
+                f"{stats.cached} cached; a replay needs an empty one "
+                "(--reset drops what is cached)",
                 {"referenced": stats.referenced, "cached": stats.cached},
             )
         self._client = client

@@ -136,7 +136,7 @@ def _block_ids(record: dict[str, Any], num_tokens: int, trace_block: int) -> lis
     if not fewest <= num_ids <= most:
         raise ValueError(
             f"has {num_ids} ids for {num_tokens} tokens; trace blocks of {trace_block} tokens "
-            f"make {fewest} or {most}"
+            f"make {fewest} or {most}; --trace-block says how many"
         )
     return [block_id for first, count in runs for block_id in range(first, first + count)]
 

@@ -68,6 +68,17 @@ def run(config: ServeConfig) -> int:
 
 def make_daemon(config: ServeConfig) -> Daemon:
     """The daemon that a configuration describes, with its memory allocated."""
+    try:
+        return _make_daemon(config)
+    except InvalidArgumentError as error:
+        if error.field != "num_blocks" or config.pool.num_blocks is not None:
+            raise
+        # The number came of a size in bytes.
+        problem = error.message.removeprefix("num_blocks: ")
+        raise InvalidArgumentError("--memory", problem) from error
+
+
+def _make_daemon(config: ServeConfig) -> Daemon:
     if config.pool.storage != "none":
         _prepare_torch(config.process.threads)
     model = _model_options(config)
@@ -104,19 +115,25 @@ def _model_options(config: ServeConfig) -> ModelOptions:
     options = ModelOptions(name=model.model_name, revision=model.model_revision)
     if storage == "none":
         return options
-    if storage == "auto":
-        from prefixcache.attention.device import default_device
+    from prefixcache.attention.device import default_device
 
-        return replace(options, layout=_layout(config), device=default_device())
-    return replace(options, layout=_layout(config), device=storage)
+    device = default_device() if storage == "auto" else storage
+    if device == "cuda" and default_device() != "cuda":
+        raise InvalidArgumentError("--storage", "cuda is asked for, and torch sees no GPU here")
+    return replace(options, layout=_layout(config), device=device)
 
 
 def _layout(config: ServeConfig) -> KVLayout:
     model = config.model
     if model.model_config_path is not None:
-        return layout_from_model_config(
-            model.model_config_path, config.pool.block_size, model.dtype
-        )
+        try:
+            return layout_from_model_config(
+                model.model_config_path, config.pool.block_size, model.dtype
+            )
+        except InvalidArgumentError as error:
+            if error.field in ("dtype", "model_config"):  # flags of their own
+                raise
+            raise InvalidArgumentError("--model-config", error.message) from error
     # `ServeConfig` has checked that all of them are given.
     assert model.num_layers is not None
     assert model.num_kv_heads is not None

@@ -83,7 +83,9 @@ class RpcServer:
         try:
             port = self._server.add_insecure_port(address)
         except RuntimeError as error:
-            raise InvalidArgumentError("listen", f"cannot listen on {address}") from error
+            raise InvalidArgumentError(
+                "listen", f"cannot listen on {address}: taken, or no address of this host"
+            ) from error
         if address.startswith("unix:"):
             return address
         return f"{address.rpartition(':')[0]}:{port}"

@@ -136,7 +136,7 @@ def _check_available(size: int, device: torch.device) -> None:
     if size > available:
         raise InvalidArgumentError(
             "num_blocks",
-            f"needs {size} bytes of {device.type} memory, {available} are available",
+            f"needs {size:,} bytes of {device.type} memory, {available:,} are available",
             needed_bytes=size,
             available_bytes=available,
         )

@@ -188,3 +188,37 @@ def test_a_part_of_the_daemon_that_refuses_a_value_is_reported_under_its_flag(
         main(["serve", "--storage", "none", "--num-blocks", "1"])
     assert ended.value.code == 2
     assert capsys.readouterr().err.startswith("prefixcache: --num-blocks: needs 5 bytes")
+
+
+LAYOUT = ["--num-layers", "4096", "--num-kv-heads", "1", "--head-dim", "1024", "--dtype", "float32"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        ([*LAYOUT, "--memory", "64TiB"], "--memory: needs 70,368,744,177,664 bytes of cpu"),
+        (["--model-config", "{empty}"], "--model-config: num_attention_heads: "),
+        ([*LAYOUT, "--storage", "cuda"], "--storage: cuda is asked for, and torch sees no GPU"),
+    ],
+    ids=["memory", "model-config", "no-gpu"],
+)
+def test_a_start_that_cannot_be_is_refused_under_the_flag_that_was_given(
+    arguments: list[str], problem: str, tmp_path: Path
+) -> None:
+    empty = tmp_path / "config.json"
+    empty.write_text("{}")
+    done = run(
+        "serve",
+        *("--listen", f"unix:{tmp_path / 'p.sock'}", "--storage", "cpu"),
+        *(argument.format(empty=empty) for argument in arguments),
+        CUDA_VISIBLE_DEVICES="",
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"prefixcache: {problem}")
+    assert done.stderr.count("\n") == 1
+
+
+def test_help_shows_no_value_for_a_switch() -> None:
+    done = run("stats", "--help")
+    (watch,) = [line for line in done.stdout.splitlines() if "--watch " in line]
+    assert "<bool>" not in watch
