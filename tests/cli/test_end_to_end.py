@@ -9,12 +9,17 @@ import stat
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import prefixcache
 from prefixcache.client import Client
+from prefixcache.errors import PrefixCacheError
+from prefixcache.types import ResultCode
 
 PROGRAM = [sys.executable, "-m", "prefixcache.cli"]
 SEED = "a seed of some length"
@@ -32,13 +37,13 @@ def run(*arguments: str) -> str:
     return done.stdout
 
 
-@pytest.fixture
-def daemon(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
-    """Serves 100 blocks on the default socket of `tmp_path`; logs JSON lines to stderr."""
+@contextmanager
+def serving(folder: Path, *options: str, seed: str = SEED) -> Iterator[subprocess.Popen[str]]:
+    """A daemon on the default socket of `folder`, once it serves; logs JSON lines to stderr."""
     environ = {key: value for key, value in os.environ.items() if "PREFIXCACHE" not in key}
     with subprocess.Popen(
-        [*PROGRAM, "serve", "--storage", "none", "--num-blocks", "100"],
-        env={**environ, "XDG_RUNTIME_DIR": str(tmp_path), "PREFIXCACHE_HASH_SEED": SEED},
+        [*PROGRAM, "serve", *options],
+        env={**environ, "XDG_RUNTIME_DIR": str(folder), "PREFIXCACHE_HASH_SEED": seed},
         stderr=subprocess.PIPE,
         text=True,
     ) as process:
@@ -49,6 +54,12 @@ def daemon(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
             yield process
         finally:
             process.kill()
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    with serving(tmp_path, "--storage", "none", "--num-blocks", "100") as process:
+        yield process
 
 
 @pytest.fixture
@@ -116,6 +127,40 @@ def test_sigterm_ends_the_daemon_with_0_and_removes_the_socket(
     assert not (tmp_path / "prefixcache.sock").exists()
 
 
+def test_a_second_signal_ends_the_daemon_at_once(tmp_path: Path) -> None:
+    """It does not wait for a call of several seconds, and the next daemon takes its socket over."""
+    layout = ["--num-layers", "1", "--num-kv-heads", "1", "--head-dim", "128", "--dtype", "float32"]
+    storage = ["--storage", "cpu", "--num-blocks", "1100", "--threads", "1"]
+    num_tokens, target = 2**14, f"unix:{tmp_path}/prefixcache.sock"
+    q, kv = (np.ones((num_tokens, heads, 128), dtype=np.float32) for heads in (8, 1))
+    with (
+        serving(tmp_path, *storage, *layout) as daemon,
+        Client(target) as client,
+        ThreadPoolExecutor(1) as thread,
+    ):
+        sequence = client.sequence(range(num_tokens))
+        running = thread.submit(sequence.prefill, 0, q, kv, kv)
+        while client.append([sequence], [[]])[0].code is not ResultCode.BUSY:
+            assert not running.done()
+        assert daemon.stderr is not None
+        daemon.send_signal(signal.SIGTERM)
+        assert any("stopping" in line for line in daemon.stderr)
+        daemon.send_signal(signal.SIGTERM)
+        assert daemon.wait(timeout=30) == 128 + signal.SIGTERM
+        assert isinstance(running.exception(timeout=60), PrefixCacheError)
+    with serving(tmp_path, "--storage", "none", "--num-blocks", "1"):
+        assert json.loads(run("info", "--json", "--target", target))["num_blocks"] == 1
+
+
+def test_a_daemon_without_a_seed_logs_that_its_hashes_are_its_own(tmp_path: Path) -> None:
+    with serving(tmp_path, "--storage", "none", "--num-blocks", "1", seed="") as daemon:
+        daemon.send_signal(signal.SIGTERM)
+        assert daemon.stderr is not None
+        log = daemon.stderr.read()
+        assert daemon.wait(timeout=30) == 0
+    assert "--hash-seed" in log
+
+
 def test_the_seed_is_in_no_line_of_the_log(daemon: subprocess.Popen[str]) -> None:
     daemon.send_signal(signal.SIGTERM)
     assert daemon.stderr is not None
@@ -123,3 +168,4 @@ def test_the_seed_is_in_no_line_of_the_log(daemon: subprocess.Popen[str]) -> Non
     assert daemon.wait(timeout=30) == 0
     assert "stopped" in log
     assert SEED not in log
+    assert "--hash-seed" not in log

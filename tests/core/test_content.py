@@ -133,6 +133,12 @@ def test_after_a_collision_a_sequence_registers_nothing_deeper() -> None:
     assert manager.append(other, [5, 0, 0, 0]).code is ResultCode.OK
     manager.commit(other)
     assert manager.states(other.table) == [REGISTERED, PLAIN, PLAIN, PLAIN]
+    # Not even when the hash is free again.
+    manager.free(held)
+    manager.allocate([9] * 32)
+    assert manager.sequences.stats().evictions == 2
+    manager.commit(other)
+    assert manager.states(other.table) == [REGISTERED, PLAIN, PLAIN, PLAIN]
 
 
 def test_managers_of_one_seed_agree_on_hashes_and_those_without_do_not() -> None:
