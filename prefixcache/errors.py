@@ -9,7 +9,7 @@ PrefixCacheError
 │   └── RequestIdConflictError      request_id was used for other content
 ├── FailedPreconditionError
 │   ├── WrongPositionError          the call does not continue where the sequence stands
-│   ├── CommitBeyondTokensError     more tokens committed than the sequence has
+│   ├── CommitBeyondTokensError     more tokens committed, or run, than the sequence has room for
 │   ├── NotComputedError            Fork of a sequence with tokens still to compute
 │   ├── BlocksInUseError            reset without force while blocks are referenced
 │   ├── FingerprintMismatchError    the client was built for another layout or model

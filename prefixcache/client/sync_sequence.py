@@ -60,7 +60,8 @@ class Sequence(SequenceView):
     ) -> AppendResult:
         """Add tokens and the blocks that they need. The result is `OK`; a refusal is raised.
 
-        num_kv_valid: how many of the tokens already have their K/V (accepted drafts).
+        num_kv_valid: how many of the tokens already have their K/V: accepted drafts, that Decode
+            has run in the lookahead slots. What it has run beyond them is cut off.
         num_lookahead_tokens: slots to reserve for draft tokens after them.
         extra_keys: of these tokens, with offsets from the sequence's start.
 
