@@ -177,7 +177,12 @@ def _check_options(
     hash_algorithm: str | None,
     trace_block: int,
 ) -> None:
-    """Raises BadParameter for options that the daemon contradicts."""
+    """Raises BadParameter for options that the daemon contradicts, and for one that has storage."""
+    if "commit" not in info.capabilities:
+        raise typer.BadParameter(
+            "this daemon holds K/V, which a replay has none of; start one with --storage none",
+            param_hint="--target",
+        )
     for option, given, actual in (
         ("--blocks", blocks, str(info.num_blocks)),
         ("--block-size", block_size, info.block_size),

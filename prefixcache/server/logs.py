@@ -25,7 +25,7 @@ def configure_logs(log_format: str, level: str) -> None:
         structlog.processors.TimeStamper(fmt="iso", utc=True),
     ]
     if as_json:
-        processors.append(structlog.processors.format_exc_info)
+        processors += [structlog.processors.format_exc_info, _names_first]
     structlog.configure(
         processors=[*processors, renderer],
         wrapper_class=structlog.make_filtering_bound_logger(
@@ -34,3 +34,11 @@ def configure_logs(log_format: str, level: str) -> None:
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
         cache_logger_on_first_use=True,
     )
+
+
+def _names_first(
+    logger: object, method: str, event: structlog.typing.EventDict
+) -> structlog.typing.EventDict:
+    """When, how bad and what stand first in a line of JSON, for people who read it all the same."""
+    first = {key: event.pop(key) for key in ("timestamp", "level", "event") if key in event}
+    return {**first, **event}

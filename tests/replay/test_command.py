@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from prefixcache.cli import main
-from prefixcache.server.daemon import CacheOptions
+from prefixcache.server.daemon import CacheOptions, ModelOptions
+from prefixcache.storage.layout import KVLayout
 from tests.replay.cuts import FOLDER, Row, expected_rows
 from tests.support.daemon import RunningDaemon, running_daemon
 
@@ -185,7 +186,7 @@ def test_a_daemon_whose_cache_is_not_empty_exits_with_1_unless_reset(
 ) -> None:
     arguments = (EDGE, *EDGE_SIZES, "--first", "40", "--target", daemon.target, "--json")
     first = rows_of(run(*arguments))
-    refused = run(*arguments)
+    refused = run(*arguments[:-1])
     assert refused.exit_code == 1
     assert "cached" in refused.stderr
     assert refused.stdout == ""
@@ -209,6 +210,16 @@ def test_options_that_the_daemon_contradicts_exit_with_2(
     result = run(EDGE, "--trace-block", "4", "--target", daemon.target, *arguments)
     assert result.exit_code == 2
     assert problem in " ".join(result.stderr.replace("│", " ").split())
+
+
+def test_a_daemon_that_holds_kv_is_refused_before_anything_is_sent(run: Run) -> None:
+    layout = KVLayout(num_layers=1, num_kv_heads=1, head_dim=8, block_size=4, dtype="float32")
+    with running_daemon(CacheOptions(100, block_size=4), ModelOptions(layout=layout)) as daemon:
+        result = run(EDGE, "--trace-block", "4", "--target", daemon.target)
+        assert daemon.daemon.sequences.stats().requests == 0
+    assert result.exit_code == 2
+    assert "--storage none" in result.stderr
+    assert result.stdout == ""
 
 
 def test_a_daemon_that_is_not_there_exits_with_1(run: Run, tmp_path: Path) -> None:

@@ -45,5 +45,7 @@ def test_a_bug_is_logged_with_its_traceback_and_without_the_callers_data(log_for
     assert "RuntimeError: a bug" in done.stderr
     assert "/prefixcache.v1.PrefixCacheService/Lookup" in done.stderr
     assert "cache_service.py" in done.stderr
+    if log_format == "json":
+        assert all(line.startswith('{"timestamp": ') for line in done.stderr.splitlines())
     for secret in ("the salt is a secret", "the seed is a secret", "123454321"):
         assert secret not in done.stderr
