@@ -19,12 +19,14 @@ def test_hits_are_held_before_new_blocks_are_taken() -> None:
 
 
 def test_room_does_not_count_free_blocks_that_are_about_to_be_hits() -> None:
-    manager = Manager(6)
+    """Nor does the refusal make the hits young: a younger prompt stands behind them."""
+    manager = Manager(7)
     manager.fill(T(8))
+    manager.fill(C(4))
     manager.allocate(U(1), owner=TWO)
-    error = refused(manager, NoRoomError, lambda: manager.allocate(T(8) + A(16)))
-    assert error.fields == {"needed": 6, "free": 5, "referenced": 1}
-    assert manager.allocate(T(8) + A(12)).cached == 8
+    error = refused(manager, NoRoomError, lambda: manager.allocate(T(8) + A(20)))
+    assert error.fields == {"needed": 7, "free": 6, "referenced": 1}
+    assert manager.allocate(T(8) + A(16)).cached == 8
 
 
 def test_a_request_larger_than_the_pool_is_a_permanent_error() -> None:

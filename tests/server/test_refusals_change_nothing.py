@@ -98,6 +98,18 @@ class World:
 
     # ---- history
 
+    def fill(self, prompt: list[int]) -> None:
+        """Leave the blocks of a prompt cached and free."""
+        peer = self.peers[0]
+        sequence_id = peer.allocate(prompt).sequence_id
+        if self.daemon.engine is None:
+            peer.commit(sequence_id, 0, len(prompt))
+        else:
+            for layer in LAYERS:
+                rows = [(sequence_id, 0, len(prompt))]
+                self.stubs.call("Prefill", attention(peer, "Prefill", layer, rows))
+        peer.free(sequence_id)
+
     def apply(self, step: Step) -> None:
         """One step that is valid in this state, or finds no room."""
         kind, which, amount, extra = step
@@ -400,6 +412,9 @@ def after(steps: list[Step], model: ModelOptions | None, check: Callable[[World]
     cache = CacheOptions(NUM_BLOCKS, BLOCK_SIZE, hash_seed="a seed of the refusal tests")
     with running_daemon(cache, model) as running, connected(running.target) as stubs:
         world = World(running.daemon, stubs)
+        # A hit that a refused call made young would change places with the younger prompt.
+        world.fill(PROMPTS[0][:9])
+        world.fill(PROMPTS[2][:5])
         for step in steps:
             world.apply(step)
         check(world)
