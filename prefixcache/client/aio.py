@@ -7,7 +7,9 @@ once, a sequence by one at a time. Not thread-safe.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence as Rows
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self
 
@@ -40,6 +42,9 @@ from prefixcache.types import (
     ResultCode,
 )
 
+_abandoned: set[asyncio.Task[None]] = set()
+"""Calls that go on without the tasks that made them; the event loop holds its tasks weakly."""
+
 
 class AsyncClient:
     """A connection to one daemon, and the owner of the sequences made through it.
@@ -53,7 +58,8 @@ class AsyncClient:
     channel: instead of a target, a channel that stays the caller's to close; it is best made with
         `channel_options()`.
 
-    To be made while its event loop runs.
+    To be made while its event loop runs. A task may be cancelled in any call: what Allocate or Fork
+    make then is freed, unless the caller named it with a request id, and a Free goes on.
 
     Nothing connects before the first call, which asks for `server_info`. Raises the errors of
     `prefixcache.errors`: those of the daemon, UnavailableError if it cannot be reached,
@@ -300,10 +306,35 @@ class AsyncClient:
             raise FailedPreconditionError("the client is closed")
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
         try:
-            reply = await self._stubs[call.method](call.request, timeout=timeout_s)
+            reply = await self._reply(call, timeout_s)
         except grpc.RpcError as error:
             raise from_rpc_error(error) from error
         return call.read(reply)
+
+    async def _reply(self, call: Call[Any], timeout_s: float) -> Any:
+        sending = self._stubs[call.method](call.request, timeout=timeout_s)
+        if call.if_abandoned is None:
+            return await sending
+        # Cancelled on its way, it may have made a sequence that nobody would ever free, since the
+        # client's other calls keep its owner alive.
+        reply = asyncio.ensure_future(sending)
+        try:
+            return await asyncio.shield(reply)
+        except asyncio.CancelledError:
+            task = asyncio.create_task(self._give_back(call, reply, timeout_s))
+            _abandoned.add(task)
+            task.add_done_callback(_abandoned.discard)
+            raise
+
+    async def _give_back(
+        self, call: Call[Any], reply: asyncio.Future[Any], timeout_s: float
+    ) -> None:
+        """What does not succeed here is left to the owner's TTL."""
+        assert call.if_abandoned is not None
+        with suppress(grpc.RpcError, grpc.aio.UsageError, asyncio.CancelledError):
+            request = call.if_abandoned(await reply)
+            if request is not None:
+                await self._stubs["Free"](request, timeout=timeout_s)
 
 
 def _states(sequences: Rows[AsyncSequence]) -> list[SequenceState]:

@@ -37,11 +37,16 @@ class Call(Generic[ResultT]):
 
     `read` is called once, with the reply of a call that succeeded; it may advance the sequences
     that the call is about.
+
+    if_abandoned: for a call that has to go on when the task that made it is cancelled. It makes,
+    of a reply that nobody waits for any more, the request of the Free that gives back what the
+    reply brought, or None for nothing.
     """
 
     method: str
     request: Any
     read: Callable[[Any], ResultT]
+    if_abandoned: Callable[[Any], Any] | None = None
 
 
 def new_owner() -> bytes:

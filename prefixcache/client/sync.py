@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Rows
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import grpc
 import numpy.typing as npt
@@ -292,10 +292,13 @@ class Client:
             raise FailedPreconditionError("the client is closed")
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
         try:
-            reply = self._stubs[call.method](call.request, timeout=timeout_s)
+            reply = self._reply(call, timeout_s)
         except grpc.RpcError as error:
             raise from_rpc_error(error) from error
         return call.read(reply)
+
+    def _reply(self, call: Call[Any], timeout_s: float) -> Any:
+        return self._stubs[call.method](call.request, timeout=timeout_s)
 
 
 def _states(sequences: Rows[Sequence]) -> list[SequenceState]:

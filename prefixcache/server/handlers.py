@@ -15,7 +15,12 @@ import grpc
 import structlog
 from google.protobuf.message import DecodeError
 
-from prefixcache.errors import InternalError, InvalidArgumentError, PrefixCacheError
+from prefixcache.errors import (
+    CancelledCallError,
+    InternalError,
+    InvalidArgumentError,
+    PrefixCacheError,
+)
 from prefixcache.rpc import wire
 from prefixcache.rpc.status import to_status
 
@@ -61,6 +66,10 @@ def _handler(
     method: wire.Method, call: Callable[[Any], Any], boot_id: bytes
 ) -> Callable[[bytes, grpc.ServicerContext], Any]:
     def handle(data: bytes, context: grpc.ServicerContext) -> Any:
+        if not context.is_active():
+            # Its caller has given up while it waited for a worker. Done now, an Allocate would
+            # make a sequence that nobody knows of.
+            _abort(context, CancelledCallError("the call has ended before it began"), boot_id)
         try:
             return call(_parse(method, data))
         except PrefixCacheError as error:

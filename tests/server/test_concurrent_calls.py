@@ -188,3 +188,22 @@ def test_silent_owners_lose_their_sequences_and_no_one_else_does() -> None:
         assert (stats.expired_sequences, stats.sequences, stats.referenced) == (3, 0, 0)
         assert stats.uptime_s == 20.0
     server.stop(1.0)
+
+
+def test_a_call_whose_caller_gave_up_before_a_worker_was_free_changes_nothing() -> None:
+    with (
+        running_daemon(CacheOptions(NUM_BLOCKS, BLOCK_SIZE), max_workers=1) as running,
+        connected(running.target) as stubs,
+    ):
+        sequences = running.daemon.sequences
+        with sequences.lock:
+            working = stubs.start("GetStats", METHODS["GetStats"].request())
+            request = cache_pb2.AllocateRequest(owner=b"o" * 16, token_ids=range(10))
+            with pytest.raises(Refused) as caught:
+                stubs.call("Allocate", request, timeout_s=0.3)
+            assert caught.value.code is grpc.StatusCode.DEADLINE_EXCEEDED
+        stubs.finish(working)
+        # The only worker takes calls in turn: after this one, it is through with the other.
+        stats = stubs.stats()
+        assert (stats.requests, stats.sequences, stats.referenced) == (0, 0, 0)
+        check_invariants(sequences)
