@@ -1,6 +1,6 @@
 """The record of one live sequence, and the requests and tickets of the calls on it.
 
-A `Sequence` is changed only by `prefixcache.core.sequences`, under the core's lock.
+A `Sequence` is changed only by `prefixcache.core.sequences` and `growth`, under the core's lock.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ class Counters:
     resets: int = 0
     expired_sequences: int = 0
     prefill_tokens_computed: int = 0
-    """Prompt tokens whose K/V a committed block needed and that no hit provided."""
+    """Prompt tokens that all layers have computed, each position once; hits are no part of it."""
     prefill_tokens_cached: int = 0
 
 

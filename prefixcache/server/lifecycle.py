@@ -60,9 +60,12 @@ def run(config: ServeConfig) -> int:
         _log_start(daemon, bound)
         stop.wait()
         _log.info("stopping", drain_timeout_s=config.process.drain_timeout)
-        server.stop(config.process.drain_timeout)
+        have_ended = server.stop(config.process.drain_timeout)
         sweeper.join()
-    _log.info("stopped")
+    _log.info("stopped", calls_cut=not have_ended)
+    if not have_ended:
+        # The interpreter would wait for the threads of the calls that were cut.
+        os._exit(0)
     return 0
 
 

@@ -94,17 +94,20 @@ class RpcServer:
         self._server.start()
         self._set_health(health_pb2.HealthCheckResponse.SERVING)
 
-    def stop(self, drain_timeout_s: float) -> None:
+    def stop(self, drain_timeout_s: float) -> bool:
         """Say that it is not serving, refuse new calls, and wait for running ones.
 
-        Streams are cut when the calls have ended: a health watch would last for ever.
+        Streams are cut when the calls have ended: a health watch would last for ever. False if
+        calls were cut too, after the timeout: their threads run on until they are done.
         """
         self._daemon.is_draining = True
         self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
         stopped = self._server.stop(drain_timeout_s)
-        if self._calls_end_within(drain_timeout_s):
+        have_ended = self._calls_end_within(drain_timeout_s)
+        if have_ended:
             stopped = self._server.stop(_LAST_REPLIES_S)
         stopped.wait()
+        return have_ended
 
     def _calls_end_within(self, timeout_s: float) -> bool:
         """Workers take calls in order: when all of them are at the barrier, no call is left."""

@@ -127,28 +127,43 @@ def test_sigterm_ends_the_daemon_with_0_and_removes_the_socket(
     assert not (tmp_path / "prefixcache.sock").exists()
 
 
-def test_a_second_signal_ends_the_daemon_at_once(tmp_path: Path) -> None:
-    """It does not wait for a call of several seconds, and the next daemon takes its socket over."""
+@contextmanager
+def attending(folder: Path, *options: str) -> Iterator[subprocess.Popen[str]]:
+    """A daemon and a Prefill that it works on for much longer than a test lasts."""
     layout = ["--num-layers", "1", "--num-kv-heads", "1", "--head-dim", "128", "--dtype", "float32"]
-    storage = ["--storage", "cpu", "--num-blocks", "1100", "--threads", "1"]
-    num_tokens, target = 2**14, f"unix:{tmp_path}/prefixcache.sock"
+    storage = ["--storage", "cpu", "--num-blocks", "2100", "--threads", "1"]
+    num_tokens = 2**15
     q, kv = (np.ones((num_tokens, heads, 128), dtype=np.float32) for heads in (8, 1))
     with (
-        serving(tmp_path, *storage, *layout) as daemon,
-        Client(target) as client,
+        serving(folder, *storage, *layout, *options) as daemon,
+        Client(f"unix:{folder}/prefixcache.sock", timeout_s=300) as client,
         ThreadPoolExecutor(1) as thread,
     ):
         sequence = client.sequence(range(num_tokens))
         running = thread.submit(sequence.prefill, 0, q, kv, kv)
         while client.append([sequence], [[]])[0].code is not ResultCode.BUSY:
             assert not running.done()
+        yield daemon
+        assert isinstance(running.exception(timeout=60), PrefixCacheError)
+
+
+def test_a_call_that_outlasts_the_drain_timeout_is_cut_and_the_daemon_ends(tmp_path: Path) -> None:
+    with attending(tmp_path, "--drain-timeout", "0.1") as daemon:
+        daemon.send_signal(signal.SIGTERM)
+        assert daemon.wait(timeout=15) == 0
+        assert not (tmp_path / "prefixcache.sock").exists()
+
+
+def test_a_second_signal_ends_the_daemon_at_once(tmp_path: Path) -> None:
+    """It does not wait for running calls, and the next daemon takes its socket over."""
+    with attending(tmp_path) as daemon:
         assert daemon.stderr is not None
         daemon.send_signal(signal.SIGTERM)
         assert any("stopping" in line for line in daemon.stderr)
         daemon.send_signal(signal.SIGTERM)
-        assert daemon.wait(timeout=30) == 128 + signal.SIGTERM
-        assert isinstance(running.exception(timeout=60), PrefixCacheError)
+        assert daemon.wait(timeout=15) == 128 + signal.SIGTERM
     with serving(tmp_path, "--storage", "none", "--num-blocks", "1"):
+        target = f"unix:{tmp_path}/prefixcache.sock"
         assert json.loads(run("info", "--json", "--target", target))["num_blocks"] == 1
 
 
