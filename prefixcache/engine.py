@@ -22,8 +22,6 @@ from prefixcache.errors import InvalidArgumentError
 from prefixcache.storage.pool_memory import PoolMemory
 from prefixcache.types import AppendResult, HostTensor
 
-_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, AttentionBatch, float], torch.Tensor]
 
 
@@ -136,7 +134,7 @@ class Engine:
 
     def _to_device(self, tensor: HostTensor) -> torch.Tensor:
         # frombuffer needs a writable buffer, and empty ones are refused.
-        flat = torch.frombuffer(bytearray(tensor.data), dtype=_DTYPES[tensor.dtype])
+        flat = torch.frombuffer(bytearray(tensor.data), dtype=self.memory.dtype)
         return flat.reshape(tensor.shape).to(self.memory.device)
 
 

@@ -58,6 +58,6 @@ def plan_prompt(
     return Plan(
         hits=hits,
         num_blocks=num_blocks,
-        num_needed=num_blocks - len(hits) + pool.num_idle(hits),
+        num_needed=num_blocks - len(hits) + pool.num_free_among(hits),
         num_cached_tokens=min(len(hits) * size, num_tokens - 1),
     )

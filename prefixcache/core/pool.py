@@ -113,16 +113,16 @@ class Pool:
             block_ids = block_ids[: self._contents.num_equal(block_ids, chain)]
         return block_ids
 
-    def num_idle(self, block_ids: BlockIds) -> int:
+    def num_free_among(self, block_ids: BlockIds) -> int:
         """How many of the blocks are free."""
         return len(block_ids) - int(np.count_nonzero(self.ref_cnt[block_ids]))
 
     def acquire(self, block_ids: BlockIds) -> None:
         """One more reference on each of distinct, cached or referenced blocks."""
-        idle = block_ids[self.ref_cnt[block_ids] == 0]
-        if len(idle):
-            self._queue.remove(idle)
-            self._num_evictable -= len(idle)
+        free = block_ids[self.ref_cnt[block_ids] == 0]
+        if len(free):
+            self._queue.remove(free)
+            self._num_evictable -= len(free)
         self.ref_cnt[block_ids] += 1
 
     def take(self, count: int) -> BlockIds:
@@ -150,16 +150,16 @@ class Pool:
             return
         backwards = block_ids[::-1]
         self.ref_cnt[backwards] -= 1
-        idle = backwards[self.ref_cnt[backwards] == 0]
-        states = self._state[idle]
+        freed = backwards[self.ref_cnt[backwards] == 0]
+        states = self._state[freed]
         registered = states == REGISTERED
         if (states == STANDBY).any():
-            to_tail = self._retire_standbys(idle, states)
+            to_tail = self._retire_standbys(freed, states)
         else:
-            to_tail = idle[registered]
+            to_tail = freed[registered]
         self._num_evictable += int(np.count_nonzero(registered))
         self._queue.push_tail(to_tail)
-        self._queue.push_head(idle[~registered])
+        self._queue.push_head(freed[~registered])
 
     def register(self, block_ids: BlockIds, chain: Chain, parent: int | None) -> int:
         """Make referenced plain blocks, whose K/V are complete, findable by their hashes.
@@ -241,10 +241,10 @@ class Pool:
         self._index[block_hash] = heir
         self._state[heir] = REGISTERED
 
-    def _retire_standbys(self, idle: BlockIds, states: npt.NDArray[np.uint8]) -> BlockIds:
-        """What goes to the tail, in turn; standbys among `idle` become plain."""
+    def _retire_standbys(self, freed: BlockIds, states: npt.NDArray[np.uint8]) -> BlockIds:
+        """What goes to the tail, in turn; standbys among `freed` become plain."""
         to_tail: list[int] = []
-        for block, state in zip(idle.tolist(), states.tolist(), strict=True):
+        for block, state in zip(freed.tolist(), states.tolist(), strict=True):
             if state == REGISTERED:
                 to_tail.append(block)
             elif state == STANDBY:

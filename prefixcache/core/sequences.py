@@ -1,8 +1,8 @@
 """The calls of the block manager: every RPC on sequences ends here.
 
-Owns the counters; `LiveSequences` owns who lives, the pool owns the blocks. Knows
-no K/V memory: with storage, `prefixcache.engine` runs attention and copies between the `begin_*`
-and `end_*` calls here. Input is checked by the servicer; this module checks state.
+Owns the counters; `LiveSequences` owns who lives, the pool owns the blocks. Knows no K/V memory:
+with storage, `prefixcache.engine` runs attention and copies between the `begin_*` and `end_*`
+calls here. Input is checked by the servicer; this module checks state.
 
 Not thread-safe: whoever calls holds `lock` around each call (`prepare` needs none). A call that
 raises, and a row that is refused, leaves everything as it was but for the counters of refusals.
