@@ -44,7 +44,7 @@ def run(config: ServeConfig) -> int:
     """
     configure_logs(config.process.log_format, config.process.log_level)
     stop = threading.Event()
-    with _stop_on_signals(stop), ExitStack() as resources:
+    with _stop_signals() as signalled, ExitStack() as resources:
         daemon = make_daemon(config)
         resources.callback(daemon.close)
         server = RpcServer(daemon, max_workers=config.network.max_workers)
@@ -58,7 +58,8 @@ def run(config: ServeConfig) -> int:
         for warning in config.warnings:
             _log.warning(warning)
         _log_start(daemon, bound)
-        stop.wait()
+        os.read(signalled, 1)
+        stop.set()
         _log.info("stopping", drain_timeout_s=config.process.drain_timeout)
         have_ended = server.stop(config.process.drain_timeout)
         sweeper.join()
@@ -186,20 +187,34 @@ def _sweep(sequences: Sequences, owner_ttl_s: float, stop: threading.Event) -> N
 
 
 @contextmanager
-def _stop_on_signals(stop: threading.Event) -> Iterator[None]:
-    def on_signal(number: int, frame: FrameType | None) -> None:
-        if stop.is_set():
-            os._exit(128 + number)
-        stop.set()
+def _stop_signals() -> Iterator[int]:
+    """The end of a pipe that can be read once SIGTERM or SIGINT has come.
 
+    A handler in Python would not do: it may interrupt another one, or an Event's `wait`, and
+    deadlock on the Event's lock; and a signal that the kernel gives to a thread of gRPC, as it
+    does when the process was stopped, does not wake the main thread to run a handler.
+    """
+    received: list[int] = []
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        if len(received) > 1:
+            os._exit(128 + number)
+
+    read_end, write_end = os.pipe()
+    os.set_blocking(write_end, False)
+    previous_fd = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
     previous = {
         number: signal.signal(number, on_signal) for number in (signal.SIGTERM, signal.SIGINT)
     }
     try:
-        yield
+        yield read_end
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
+        signal.set_wakeup_fd(previous_fd)
+        os.close(read_end)
+        os.close(write_end)
 
 
 def _log_start(daemon: Daemon, addresses: list[str]) -> None:

@@ -167,6 +167,26 @@ def test_a_second_signal_ends_the_daemon_at_once(tmp_path: Path) -> None:
         assert json.loads(run("info", "--json", "--target", target))["num_blocks"] == 1
 
 
+@pytest.mark.parametrize("attempt", range(3))
+def test_two_signals_at_the_same_moment_end_the_daemon(
+    daemon: subprocess.Popen[str], attempt: int
+) -> None:
+    """A terminal and a supervisor may both send one; each handler interrupts the other."""
+    daemon.send_signal(signal.SIGTERM)
+    daemon.send_signal(signal.SIGINT)
+    assert daemon.wait(timeout=15) in (0, 128 + signal.SIGTERM, 128 + signal.SIGINT)
+
+
+def test_a_signal_to_a_stopped_daemon_ends_it_when_it_goes_on(
+    daemon: subprocess.Popen[str],
+) -> None:
+    """The kernel may give it to any thread then."""
+    daemon.send_signal(signal.SIGSTOP)
+    daemon.send_signal(signal.SIGTERM)
+    daemon.send_signal(signal.SIGCONT)
+    assert daemon.wait(timeout=15) == 0
+
+
 def test_a_daemon_without_a_seed_logs_that_its_hashes_are_its_own(tmp_path: Path) -> None:
     with serving(tmp_path, "--storage", "none", "--num-blocks", "1", seed="") as daemon:
         daemon.send_signal(signal.SIGTERM)
