@@ -6,7 +6,7 @@ import pytest
 
 from prefixcache.core.pool import REGISTERED, STANDBY
 from prefixcache.errors import InvalidArgumentError, NotComputedError
-from prefixcache.types import BlockCopy, CacheUse, ExtraKeys, ResultCode
+from prefixcache.types import BlockCopy, CacheUse, ExtraKeys, Lora, ResultCode
 from tests.core.manager import TWO, Manager, T, U, forked, refused
 from tests.support.invariants import snapshot
 
@@ -147,6 +147,16 @@ def test_truncate_keeps_what_was_committed_and_the_next_append_copies() -> None:
     assert manager.hit([*T(6), 70, 80, 1]) == 8
 
 
+def test_a_full_hit_that_is_cut_writes_the_tokens_that_come_then() -> None:
+    manager = Manager(8)
+    manager.fill(T(8))
+    held = manager.allocate(T(8))
+    manager.truncate(held, 6)
+    assert len(manager.append(held, [70, 80]).copies) == 1
+    (row,) = manager.begin(0, held).rows
+    assert (row.start_position, row.num_tokens, row.first_writable) == (6, 2, 6)
+
+
 def test_the_same_content_after_a_cut_stands_by() -> None:
     manager = Manager(8)
     held = manager.allocate(T(8))
@@ -198,13 +208,13 @@ def test_fork_drops_the_lookahead_of_both_sides() -> None:
 
 def test_fork_hands_on_extra_keys_and_cache_use() -> None:
     manager = Manager(12)
-    salt = ExtraKeys(cache_salt="s")
-    held = manager.allocate(T(6), salt)
+    keys = ExtraKeys(Lora("a"), cache_salt="s")
+    held = manager.allocate(T(6), keys)
     manager.commit(held)
     (child,) = manager.fork(held)
     manager.append(child, [7, 8])
     manager.commit(child)
-    assert manager.hit(T(9), salt) == 8
+    assert manager.hit(T(9), keys) == 8
     assert manager.hit(T(9)) == 0
     silent = manager.allocate(U(4), cache_use=CacheUse.NO_WRITE)
     manager.commit(silent)

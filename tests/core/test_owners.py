@@ -6,7 +6,12 @@ import numpy as np
 import pytest
 
 from prefixcache.core.sequence import AppendRow, CommitRow
-from prefixcache.errors import NoRoomError, RequestIdConflictError, SequenceNotFoundError
+from prefixcache.errors import (
+    NoRoomError,
+    RequestIdConflictError,
+    SequenceNotFoundError,
+    WrongPositionError,
+)
 from prefixcache.types import CacheUse, ExtraKeys, FullHit, ResultCode
 from tests.core.manager import ONE, TWO, C, Held, Manager, T, U, refused
 from tests.support.invariants import snapshot
@@ -134,6 +139,19 @@ def test_only_the_last_applied_call_can_be_repeated() -> None:
     assert manager.record(held).num_tokens == 7
     manager.commit(held)
     assert manager.append(held, [7], start=6).code is ResultCode.WRONG_POSITION
+
+
+def test_a_state_call_and_an_attention_call_end_the_repeats_of_one_another() -> None:
+    manager = Manager(12, num_layers=2)
+    held = manager.allocate(T(6), request_id="q")
+    manager.end(manager.begin(0, held))
+    refused(manager, RequestIdConflictError, lambda: manager.allocate(T(6), request_id="q"))
+    manager.append(held, [7])
+    refused(
+        manager,
+        WrongPositionError,
+        lambda: manager.sequences.begin_attention(ONE, 0, [held.sequence_id], [0], [6]),
+    )
 
 
 def test_commit_beyond_the_tokens_or_elsewhere_is_refused() -> None:

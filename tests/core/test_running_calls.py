@@ -128,6 +128,7 @@ def test_a_sequence_that_is_being_copied_for_stays_still_until_the_copy_is_made(
     ticket = manager.sequences.begin_copies(ONE, [child.sequence_id])
     assert ticket.copies == (BlockCopy(source, child.table[1]),)
     assert manager.append(child, [1], start=7).code is ResultCode.BUSY
+    refused(manager, SequenceBusyError, lambda: manager.begin(0, child))
     manager.free(child, parent)
     assert manager.refs([source, child.table[1]]) == [1, 1]
     manager.sequences.end_copies(ticket)
