@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from prefixcache.core.pool import PLAIN, REGISTERED, STANDBY
 from prefixcache.types import CacheUse
 from tests.core.manager import TWO, Held, Manager, T, U
@@ -28,8 +30,11 @@ def test_two_holders_of_one_content_keep_their_own_blocks() -> None:
     assert manager.sequences.stats().cached == 2
 
 
-def test_the_second_copy_takes_over_when_the_first_is_evicted_and_no_eviction_counts() -> None:
-    manager = Manager(4)
+@pytest.mark.parametrize("verify_hits", [False, True])
+def test_the_second_copy_takes_over_when_the_first_is_evicted_and_no_eviction_counts(
+    verify_hits: bool,
+) -> None:
+    manager = Manager(4, verify_hits=verify_hits)
     first, second = two_at_once(manager, T(8))
     manager.free(first)
     other = manager.allocate(U(8))
