@@ -37,6 +37,7 @@ MIN_SAFE_SEED_LENGTH = 16
 _MAX_GRPC_MESSAGE_BYTES = 2**31 - 1  # gRPC keeps the limit in a C int
 _MAX_BLOCKS = 2**31 - 1  # block ids are int32
 _MAX_BLOCK_SIZE = 1024
+_MAX_SECONDS = 1e9  # gRPC's clock takes no date after the year 9999
 
 
 def _split_list(value: object) -> object:
@@ -286,7 +287,7 @@ class ProcessSection(Section):
         le=1024,
     )
     drain_timeout: float = _setting(
-        30.0, "Wait so long for running calls when stopped.", unit="seconds", ge=0
+        30.0, "Wait so long for running calls when stopped.", unit="seconds", ge=0, le=_MAX_SECONDS
     )
     log_format: Literal["auto", "console", "json"] = _setting(
         "auto", "Form of the log on stderr; auto is console on a terminal, else json."

@@ -87,6 +87,10 @@ def make_config(values: Mapping[str, object]) -> ServeConfig:
     for key, value in values.items():
         if key not in OPTIONS:
             raise InvalidArgumentError(key, f"is no setting{did_you_mean(key, OPTIONS)}")
+        texts = value if isinstance(value, (list, tuple)) else (value,)
+        if not all(_is_unicode(text) for text in texts if isinstance(text, str)):
+            # Bytes of a command line or an environment that are no UTF-8.
+            raise InvalidArgumentError(OPTIONS[key].flag, "is no valid UTF-8")
         if isinstance(value, bool) and not OPTIONS[key].is_switch:
             raise InvalidArgumentError(OPTIONS[key].flag, f"is no switch, so not {value!r}")
     sections: dict[str, Section] = {}
@@ -99,6 +103,14 @@ def make_config(values: Mapping[str, object]) -> ServeConfig:
             option = OPTIONS[str(detail["loc"][0])]
             raise _invalid_argument(option, detail, own[option.key]) from None
     return ServeConfig(**sections)  # type: ignore[arg-type]  # the fields of ServeConfig
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

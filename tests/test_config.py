@@ -115,9 +115,13 @@ def test_text_is_read_as_the_setting_wants_it() -> None:
         ("max_fork_children", 0),
         ("threads", 0),
         ("drain_timeout", -1),
+        ("drain_timeout", 1e10),  # gRPC's clock ends before
+        ("model_name", "\udcff"),
+        ("hash_seed", "a seed of bytes \udcff"),
         ("log_format", "xml"),
         ("log_level", "loud"),
         ("listen", ["nowhere"]),
+        ("listen", ["127.0.0.1:1", "unix:/\udcff"]),
         ("listen", 7),
     ],
 )

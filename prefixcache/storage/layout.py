@@ -162,7 +162,7 @@ class _ModelConfig:
     def read(cls, path: Path) -> _ModelConfig:
         try:
             whole = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise InvalidArgumentError("model_config", f"{path}: {error}") from error
         if not isinstance(whole, dict):
             raise InvalidArgumentError("model_config", f"{path}: not a JSON object")

@@ -161,7 +161,7 @@ def test_a_config_that_does_not_say_enough_is_refused_by_key(
     assert refusal.value.field == field
 
 
-@pytest.mark.parametrize("content", [None, b"{", b"[]", b"\xff"])
+@pytest.mark.parametrize("content", [None, b"{", b"[]", b"\xff", b"[" * 100_000])
 def test_a_file_that_is_no_config_is_refused_by_path(content: bytes | None, tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     if content is not None:
