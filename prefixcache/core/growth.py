@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import numpy as np
 
-from prefixcache.core.hashing import Chain, Hasher, block_extra_keys
+from prefixcache.core.extra_keys import (
+    block_extra_keys,
+    cut_extra_keys,
+    merge_extra_keys,
+    splits_block_of_item,
+)
+from prefixcache.core.hashing import Chain, Hasher
 from prefixcache.core.pool import Pool
 from prefixcache.core.sequence import (
     AppendRow,
     AttentionRow,
     Sequence,
-    cut_extra_keys,
-    merge_extra_keys,
-    splits_block_of_item,
     uint32_array,
 )
 from prefixcache.errors import (

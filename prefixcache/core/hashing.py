@@ -1,6 +1,6 @@
 """The hash chain: `hash(parent_hash, token_ids, extra_keys)` of every full block.
 
-Owns the three recipes, NONE_HASH, the extra keys of a block and their encoding. Holds no state
+Owns the three recipes and NONE_HASH; extra keys come encoded from `extra_keys`. Holds no state
 about cached blocks. All functions are pure, so they run outside the core's lock.
 
 Recipes (`HASH_RECIPE_VERSION` 1); `sha256_cbor` and `xxhash_cbor` give the bytes of vLLM 0.33
@@ -27,21 +27,13 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from prefixcache.errors import InvalidArgumentError
+from prefixcache.core.extra_keys import block_extra_keys
 from prefixcache.types import BlockHash, ExtraKeys, TokenIds
 
 HASH_RECIPE_VERSION = 1
 
-ExtraKey = tuple[str | int | bytes, ...]
-"""One tagged extra key, such as `("lora", name, path)`."""
-
 _CBOR_NULL = b"\xf6"
 _CBOR_MAX_TOKEN_BYTES = 5
-MAX_TEXT_BYTES = 4096
-"""Longest LoRA name or path, identifier or salt. LoRA enters the hash of every block, so a longer
-one would make a prompt cost its length times the number of blocks."""
-MAX_ITEM_LAYERS = 16
-"""Items may overlap, such as the sound and the pictures of a video; so much of each other."""
 _TOKENS_A_CHUNK = 1 << 15
 """Tokens encoded at a time: the five-fold scratch rows of a chunk stay in the cache."""
 
@@ -81,52 +73,6 @@ def none_hash(algorithm: HashAlgorithm, seed: str | None) -> BlockHash:
     if seed is None:
         return BlockHash(secrets.token_bytes(algorithm.digest_bytes))
     return BlockHash(algorithm.digest(cbor2.dumps(seed, canonical=True)))
-
-
-def block_extra_keys(
-    extra_keys: ExtraKeys, first_block: int, num_blocks: int, block_size: int
-) -> list[bytes] | None:
-    """Canonical CBOR of the extra keys of blocks `first_block ..< first_block + num_blocks`.
-
-    `b""` stands for a block without extra keys; None for no extra keys in any of them. The order
-    within a block is LoRA, multimodal items, cache salt, prompt embeddings; items by offset.
-    """
-    if not extra_keys or num_blocks == 0:
-        return None
-    keys: list[list[ExtraKey]] = [[] for _ in range(num_blocks)]
-
-    def overlapped(offset: int, num_tokens: int) -> range:
-        first = max(offset // block_size, first_block)
-        last = min(-(-(offset + num_tokens) // block_size), first_block + num_blocks)
-        return range(first, last)
-
-    if extra_keys.lora:
-        tag = ("lora", extra_keys.lora.name, extra_keys.lora.path)
-        for block in keys:
-            block.append(tag)
-    for item in sorted(extra_keys.multimodal_items, key=lambda item: item.offset):
-        for block_index in overlapped(item.offset, item.num_tokens):
-            start = item.offset - block_index * block_size
-            keys[block_index - first_block].append(("mm", item.identifier, start))
-    if extra_keys.cache_salt and first_block == 0:
-        keys[0].append(("cache_salt", extra_keys.cache_salt))
-    for embeds in sorted(extra_keys.prompt_embeds, key=lambda embeds: embeds.offset):
-        base = embeds.offset // block_size
-        for block_index in overlapped(embeds.offset, embeds.num_tokens):
-            digest = embeds.digests[block_index - base]
-            keys[block_index - first_block].append(("prompt_embeds", digest))
-    return _encode_keys(keys)
-
-
-def _encode_keys(keys: list[list[ExtraKey]]) -> list[bytes] | None:
-    encoded: dict[tuple[ExtraKey, ...], bytes] = {(): b""}
-    tails = []
-    for block in map(tuple, keys):
-        tail = encoded.get(block)
-        if tail is None:
-            tail = encoded[block] = cbor2.dumps(block, canonical=True)
-        tails.append(tail)
-    return tails if len(encoded) > 1 else None
 
 
 def hash_blocks(
@@ -254,55 +200,3 @@ def _encode_tokens(token_ids: TokenIds, block_size: int) -> tuple[bytes, list[in
 def _cbor_head(major_type: int, length: int) -> bytes:
     encoded: bytes = cbor2.dumps(length, canonical=True)
     return bytes([encoded[0] | major_type << 5]) + encoded[1:]
-
-
-def check_extra_keys(extra_keys: ExtraKeys, first_token: int, end_token: int, size: int) -> None:
-    """Refuse extra keys that cannot belong to the tokens `[first_token, end_token)`.
-
-    size: tokens a block. Raises InvalidArgumentError with the field's name.
-    """
-    if extra_keys.lora:
-        if not extra_keys.lora.name:
-            raise InvalidArgumentError("extra_keys.lora.name", "is empty; a path needs a name")
-        _check_length("lora.name", extra_keys.lora.name)
-        _check_length("lora.path", extra_keys.lora.path)
-    _check_length("cache_salt", extra_keys.cache_salt)
-    num_item_tokens = 0
-    for item in extra_keys.multimodal_items:
-        if not item.identifier:
-            raise InvalidArgumentError("extra_keys.multimodal_items.identifier", "is empty")
-        _check_length("multimodal_items.identifier", item.identifier)
-        _check_span("multimodal_items", item.offset, item.num_tokens, first_token, end_token)
-        num_item_tokens += item.num_tokens
-    if num_item_tokens > MAX_ITEM_LAYERS * (end_token - first_token):
-        raise InvalidArgumentError(
-            "extra_keys.multimodal_items",
-            f"have {num_item_tokens} tokens together, at most {MAX_ITEM_LAYERS} for each of the "
-            f"{end_token - first_token} tokens of this call",
-        )
-    for embeds in extra_keys.prompt_embeds:
-        _check_span("prompt_embeds", embeds.offset, embeds.num_tokens, first_token, end_token)
-        end = embeds.offset + embeds.num_tokens
-        num_blocks = -(-end // size) - embeds.offset // size
-        if len(embeds.digests) != num_blocks or any(len(d) != 32 for d in embeds.digests):
-            raise InvalidArgumentError(
-                "extra_keys.prompt_embeds.digests",
-                f"needs one 32-byte digest for each of the {num_blocks} blocks it overlaps",
-            )
-
-
-def _check_length(name: str, text: str) -> None:
-    num_bytes = len(text.encode())
-    if num_bytes > MAX_TEXT_BYTES:
-        raise InvalidArgumentError(
-            f"extra_keys.{name}", f"has {num_bytes} bytes, at most {MAX_TEXT_BYTES}"
-        )
-
-
-def _check_span(name: str, offset: int, num_tokens: int, first_token: int, end_token: int) -> None:
-    if num_tokens < 1 or offset < first_token or offset + num_tokens > end_token:
-        raise InvalidArgumentError(
-            f"extra_keys.{name}.offset",
-            f"[{offset}, {offset + num_tokens}) is empty or outside the tokens of this call, "
-            f"[{first_token}, {end_token})",
-        )

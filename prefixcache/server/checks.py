@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from prefixcache.core.hashing import check_extra_keys
+from prefixcache.core.extra_keys import check_extra_keys
 from prefixcache.errors import InvalidArgumentError
 from prefixcache.rpc import codec
 from prefixcache.types import NO_EXTRA_KEYS, CacheUse, ExtraKeys, FullHit, TokenIds

@@ -14,15 +14,17 @@ import numpy as np
 import pytest
 import xxhash
 
+from prefixcache.core.extra_keys import (
+    MAX_ITEM_LAYERS,
+    MAX_TEXT_BYTES,
+    block_extra_keys,
+    check_extra_keys,
+)
 from prefixcache.core.hashing import (
     HASH_ALGORITHMS,
     HASH_RECIPE_VERSION,
-    MAX_ITEM_LAYERS,
-    MAX_TEXT_BYTES,
     HashAlgorithm,
     Hasher,
-    block_extra_keys,
-    check_extra_keys,
     none_hash,
 )
 from prefixcache.errors import InvalidArgumentError
