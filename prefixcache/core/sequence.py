@@ -19,8 +19,6 @@ from prefixcache.types import (
     BlockIds,
     CacheUse,
     ExtraKeys,
-    MultimodalItem,
-    PromptEmbeds,
     SequenceId,
     TokenIds,
 )
@@ -177,42 +175,3 @@ def uint32_array(token_ids: TokenIds) -> array[int]:
 
 def int32_array(block_ids: BlockIds) -> array[int]:
     return array("i", np.ascontiguousarray(block_ids, dtype=np.int32).tobytes())
-
-
-def merge_extra_keys(left: ExtraKeys, right: ExtraKeys) -> ExtraKeys:
-    """Items of an Append join those of the sequence; LoRA and salt stay as they are."""
-    if not right:
-        return left
-    return ExtraKeys(
-        left.lora,
-        left.multimodal_items + right.multimodal_items,
-        left.cache_salt,
-        left.prompt_embeds + right.prompt_embeds,
-    )
-
-
-def splits_block_of_item(extra_keys: ExtraKeys, num_tokens: int, block_size: int) -> bool:
-    """True if cutting to `num_tokens` leaves a block with a part of what an item put into it."""
-    spans: tuple[MultimodalItem | PromptEmbeds, ...] = (
-        *extra_keys.multimodal_items,
-        *extra_keys.prompt_embeds,
-    )
-    return num_tokens % block_size != 0 and any(
-        span.offset < num_tokens < span.offset + span.num_tokens for span in spans
-    )
-
-
-def cut_extra_keys(extra_keys: ExtraKeys, num_tokens: int, block_size: int) -> ExtraKeys:
-    """What is left of the extra keys when only the first `num_tokens` tokens are kept."""
-    items = tuple(
-        MultimodalItem(item.identifier, item.offset, min(item.num_tokens, num_tokens - item.offset))
-        for item in extra_keys.multimodal_items
-        if item.offset < num_tokens
-    )
-    embeds = []
-    for span in extra_keys.prompt_embeds:
-        if span.offset < num_tokens:
-            length = min(span.num_tokens, num_tokens - span.offset)
-            num_blocks = -(-(span.offset + length) // block_size) - span.offset // block_size
-            embeds.append(PromptEmbeds(span.offset, length, span.digests[:num_blocks]))
-    return ExtraKeys(extra_keys.lora, items, extra_keys.cache_salt, tuple(embeds))
