@@ -21,16 +21,23 @@ from prefixcache.client.aio_sequence import AsyncSequence, OpeningSequence
 from prefixcache.client.channel import (
     DEFAULT_MAX_MESSAGE_BYTES,
     DEFAULT_TIMEOUT_S,
+    SEND_ERRORS,
     channel_options,
     make_stubs,
     resolve_target,
 )
+from prefixcache.client.lost_requests import FREE_TIMEOUT_S, LostRequest, LostRequests
 from prefixcache.client.messages import Call, ResultT
 from prefixcache.client.results import SequenceInfo, ServerInfo
 from prefixcache.client.sequence_state import SequenceState
 from prefixcache.client.tensors import TensorT
 from prefixcache.core.stats import PoolStats
-from prefixcache.errors import FailedPreconditionError, InvalidArgumentError
+from prefixcache.errors import (
+    CancelledCallError,
+    DeadlineExceededError,
+    FailedPreconditionError,
+    InvalidArgumentError,
+)
 from prefixcache.rpc.status import from_rpc_error
 from prefixcache.types import (
     AppendResult,
@@ -65,7 +72,9 @@ class AsyncClient:
     `prefixcache.errors`: those of the daemon, UnavailableError if it cannot be reached,
     DeadlineExceededError, and InvalidArgumentError for what cannot be sent. Calls that are safe
     to repeat are, by gRPC, while the daemon is UNAVAILABLE. After a DeadlineExceededError it is
-    not known whether the daemon did its part: the same call once more finds out.
+    not known whether the daemon did its part: the same call once more finds out. Sequences that
+    `sequence` or `fork` may have made then are freed ahead of a later call and in `close`, unless
+    the caller named them with a request id.
 
     tokens: integers of 0 to 2^32 - 1 in a list, a numpy array or a torch tensor.
     """
@@ -90,14 +99,18 @@ class AsyncClient:
         self._timeout_s = timeout_s
         self._fingerprint = expected_fingerprint
         self._owner = messages.new_owner()
+        self._lost = LostRequests(self._owner)
         self._info: ServerInfo | None = None
         self._is_closed = False
 
     async def close(self) -> None:
         """End the connection. Sequences that are not freed live on until the owner's TTL."""
         self._is_closed = True
-        if self._own_channel is not None:
-            await self._own_channel.close()
+        try:
+            await self._free_lost(self._lost.all(), self._timeout_s)
+        finally:
+            if self._own_channel is not None:
+                await self._own_channel.close()
 
     async def __aenter__(self) -> Self:
         return self
@@ -305,36 +318,49 @@ class AsyncClient:
         if self._is_closed:
             raise FailedPreconditionError("the client is closed")
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        if not call.goes_on:
+            await self._free_lost(self._lost.due(), timeout_s)
         try:
             reply = await self._reply(call, timeout_s)
-        except grpc.RpcError as error:
-            raise from_rpc_error(error) from error
+        except grpc.RpcError as failure:
+            error = from_rpc_error(failure)
+            if isinstance(error, (DeadlineExceededError, CancelledCallError)):
+                self._lost.add(call.request_ids)
+            raise error from failure
         return call.read(reply)
+
+    async def _free_lost(self, lost: list[LostRequest], timeout_s: float) -> None:
+        """What fails here is tried again ahead of a later call."""
+        if not lost:
+            return
+        request = self._lost.free_request(lost)
+        try:
+            reply = await self._stubs["Free"](request, timeout=min(timeout_s, FREE_TIMEOUT_S))
+        except SEND_ERRORS:
+            return
+        self._lost.answered(lost, reply)
 
     async def _reply(self, call: Call[Any], timeout_s: float) -> Any:
         sending = self._stubs[call.method](call.request, timeout=timeout_s)
-        if call.if_abandoned is None:
+        if not (call.goes_on or call.request_ids):
             return await sending
-        # Cancelled on its way, it may have made a sequence that nobody would ever free, since the
-        # client's other calls keep its owner alive.
+        # Cancelled on its way, it would leave its sequences behind in the daemon.
         reply = asyncio.ensure_future(sending)
         try:
             return await asyncio.shield(reply)
         except asyncio.CancelledError:
-            task = asyncio.create_task(self._give_back(call, reply, timeout_s))
+            task = asyncio.create_task(self._give_back(call, reply))
             _abandoned.add(task)
             task.add_done_callback(_abandoned.discard)
             raise
 
-    async def _give_back(
-        self, call: Call[Any], reply: asyncio.Future[Any], timeout_s: float
-    ) -> None:
-        """What does not succeed here is left to the owner's TTL."""
-        assert call.if_abandoned is not None
-        with suppress(grpc.RpcError, grpc.aio.UsageError, asyncio.CancelledError):
-            request = call.if_abandoned(await reply)
-            if request is not None:
-                await self._stubs["Free"](request, timeout=timeout_s)
+    async def _give_back(self, call: Call[Any], reply: asyncio.Future[Any]) -> None:
+        """Once the call has ended, free what it made. Ends itself with the channel or the loop."""
+        with suppress(asyncio.CancelledError):
+            with suppress(*SEND_ERRORS):
+                await reply
+            self._lost.add(call.request_ids)
+            await self._free_lost(self._lost.due(), self._timeout_s)
 
 
 def _states(sequences: Rows[AsyncSequence]) -> list[SequenceState]:

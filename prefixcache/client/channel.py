@@ -8,6 +8,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import grpc
+import grpc.aio
+
 from prefixcache.address import parse_address
 from prefixcache.errors import InvalidArgumentError
 from prefixcache.rpc import wire
@@ -40,6 +43,9 @@ REPEATABLE = frozenset(
 
 ResetCache is none: blocks may have been cached between its first arrival and its second.
 """
+
+SEND_ERRORS = (grpc.RpcError, ValueError, grpc.aio.UsageError)
+"""What a stub may raise; the last two are those of a closed channel, for threads and asyncio."""
 
 _MAX_ATTEMPTS = 4
 _KEEPALIVE_TIME_MS = 30_000

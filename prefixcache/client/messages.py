@@ -38,15 +38,16 @@ class Call(Generic[ResultT]):
     `read` is called once, with the reply of a call that succeeded; it may advance the sequences
     that the call is about.
 
-    if_abandoned: for a call that has to go on when the task that made it is cancelled. It makes,
-    of a reply that nobody waits for any more, the request of the Free that gives back what the
-    reply brought, or None for nothing.
+    request_ids: retry keys that the client made up for it. If no reply comes they are all that
+    names the sequences that it may have made, so what they name is freed.
+    goes_on: it is neither held up nor cancelled with the task that made it.
     """
 
     method: str
     request: Any
     read: Callable[[Any], ResultT]
-    if_abandoned: Callable[[Any], Any] | None = None
+    request_ids: tuple[str, ...] = ()
+    goes_on: bool = False
 
 
 def new_owner() -> bytes:

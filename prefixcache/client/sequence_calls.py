@@ -74,9 +74,7 @@ def allocate(
 
     # With a request id of the caller's, a repeat may be on its way, and would be given the same
     # sequence.
-    if request_id:
-        return Call("Allocate", request, read)
-    return Call("Allocate", request, read, lambda reply: _free_request(owner, [reply.sequence_id]))
+    return Call("Allocate", request, read, () if request_id else (request.request_id,))
 
 
 def append(
@@ -194,9 +192,9 @@ def fork(
     owner: bytes, state: SequenceState, num_children: int, request_ids: Sequence[str] | None
 ) -> Call[list[SequenceState]]:
     """request_ids: one a child; None for random ones, without which no repeat would be safe."""
-    is_named = request_ids is not None
+    own_ids: tuple[str, ...] = ()
     if request_ids is None:
-        request_ids = [new_request_id() for _ in range(num_children)]
+        request_ids = own_ids = tuple(new_request_id() for _ in range(num_children))
     elif len(request_ids) != num_children or not all(request_ids):
         raise InvalidArgumentError(
             "request_ids", f"must be {num_children}, one a child, and not empty"
@@ -212,14 +210,7 @@ def fork(
         child_ids = read_column64(reply.sequence_ids).tolist()
         return state.forked([SequenceId(child_id) for child_id in child_ids])
 
-    if is_named:
-        return Call("Fork", request, read)
-    return Call(
-        "Fork",
-        request,
-        read,
-        lambda reply: _free_request(owner, read_column64(reply.sequence_ids)),
-    )
+    return Call("Fork", request, read, own_ids)
 
 
 def truncate(owner: bytes, state: SequenceState, num_tokens: int) -> Call[tuple[int, ...]]:
@@ -246,12 +237,8 @@ def free(owner: bytes, states: States) -> Call[list[ResultCode]]:
             state.is_freed = True
         return result_codes(reply.result_codes)
 
-    request = _free_request(owner, [state.sequence_id for state in states])
-    return Call("Free", request, read, lambda reply: None)
-
-
-def _free_request(owner: bytes, ids: npt.ArrayLike) -> Any:
-    return twin("FreeRequest")(owner=owner, sequence_ids=column64(ids))
+    request = twin("FreeRequest")(owner=owner, sequence_ids=sequence_ids(states))
+    return Call("Free", request, read, goes_on=True)
 
 
 def _append_results(reply: Any) -> Iterator[AppendResult]:

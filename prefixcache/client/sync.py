@@ -18,17 +18,24 @@ from prefixcache.client import attention_calls, messages, sequence_calls
 from prefixcache.client.channel import (
     DEFAULT_MAX_MESSAGE_BYTES,
     DEFAULT_TIMEOUT_S,
+    SEND_ERRORS,
     channel_options,
     make_stubs,
     resolve_target,
 )
+from prefixcache.client.lost_requests import FREE_TIMEOUT_S, LostRequest, LostRequests
 from prefixcache.client.messages import Call, ResultT
 from prefixcache.client.results import SequenceInfo, ServerInfo
 from prefixcache.client.sequence_state import SequenceState
 from prefixcache.client.sync_sequence import Sequence
 from prefixcache.client.tensors import TensorT
 from prefixcache.core.stats import PoolStats
-from prefixcache.errors import FailedPreconditionError, InvalidArgumentError
+from prefixcache.errors import (
+    CancelledCallError,
+    DeadlineExceededError,
+    FailedPreconditionError,
+    InvalidArgumentError,
+)
 from prefixcache.rpc.status import from_rpc_error
 from prefixcache.types import (
     AppendResult,
@@ -57,7 +64,9 @@ class Client:
     `prefixcache.errors`: those of the daemon, UnavailableError if it cannot be reached,
     DeadlineExceededError, and InvalidArgumentError for what cannot be sent. Calls that are safe
     to repeat are, by gRPC, while the daemon is UNAVAILABLE. After a DeadlineExceededError it is
-    not known whether the daemon did its part: the same call once more finds out.
+    not known whether the daemon did its part: the same call once more finds out. Sequences that
+    `sequence` or `fork` may have made then are freed ahead of a later call and in `close`, unless
+    the caller named them with a request id.
 
     tokens: integers of 0 to 2^32 - 1 in a list, a numpy array or a torch tensor.
     """
@@ -82,14 +91,18 @@ class Client:
         self._timeout_s = timeout_s
         self._fingerprint = expected_fingerprint
         self._owner = messages.new_owner()
+        self._lost = LostRequests(self._owner)
         self._info: ServerInfo | None = None
         self._is_closed = False
 
     def close(self) -> None:
         """End the connection. Sequences that are not freed live on until the owner's TTL."""
         self._is_closed = True
-        if self._own_channel is not None:
-            self._own_channel.close()
+        try:
+            self._free_lost(self._lost.all(), self._timeout_s)
+        finally:
+            if self._own_channel is not None:
+                self._own_channel.close()
 
     def __enter__(self) -> Self:
         return self
@@ -291,11 +304,27 @@ class Client:
         if self._is_closed:
             raise FailedPreconditionError("the client is closed")
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        if not call.goes_on:
+            self._free_lost(self._lost.due(), timeout_s)
         try:
             reply = self._reply(call, timeout_s)
-        except grpc.RpcError as error:
-            raise from_rpc_error(error) from error
+        except grpc.RpcError as failure:
+            error = from_rpc_error(failure)
+            if isinstance(error, (DeadlineExceededError, CancelledCallError)):
+                self._lost.add(call.request_ids)
+            raise error from failure
         return call.read(reply)
+
+    def _free_lost(self, lost: list[LostRequest], timeout_s: float) -> None:
+        """What fails here is tried again ahead of a later call."""
+        if not lost:
+            return
+        request = self._lost.free_request(lost)
+        try:
+            reply = self._stubs["Free"](request, timeout=min(timeout_s, FREE_TIMEOUT_S))
+        except SEND_ERRORS:
+            return
+        self._lost.answered(lost, reply)
 
     def _reply(self, call: Call[Any], timeout_s: float) -> Any:
         return self._stubs[call.method](call.request, timeout=timeout_s)

@@ -67,7 +67,7 @@ class LiveSequences:
         return chain(self._sequences.values(), self._dying.values())
 
     def touch(self, owner: bytes) -> Mapping[str, Sequence]:
-        """Renew an owner's time; its sequences by request id."""
+        """Renew an owner's time; its sequences by request id, in a view that stays current."""
         record = self._owners.pop(owner, None)
         if record is None:
             return {}
@@ -75,10 +75,15 @@ class LiveSequences:
         self._owners[owner] = record
         return record.requests
 
-    def find(self, owner: bytes, sequence_id: int) -> Sequence:
-        """Raises SequenceNotFoundError, also for a sequence of another owner."""
+    def get(self, owner: bytes, sequence_id: int) -> Sequence | None:
+        """None also for a sequence of another owner."""
         sequence = self._sequences.get(sequence_id)
-        if sequence is None or sequence.owner != owner:
+        return sequence if sequence is not None and sequence.owner == owner else None
+
+    def find(self, owner: bytes, sequence_id: int) -> Sequence:
+        """`get`, and raise SequenceNotFoundError for None."""
+        sequence = self.get(owner, sequence_id)
+        if sequence is None:
             raise SequenceNotFoundError(sequence_id)
         return sequence
 

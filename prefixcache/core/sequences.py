@@ -313,18 +313,23 @@ class Sequences:
         self._applied(sequence, call, dropped)
         return dropped
 
-    def free(self, owner: bytes, sequence_ids: Iterable[int]) -> list[ResultCode]:
-        """End sequences. The blocks of one with a running call go when that has ended."""
-        self.live.touch(owner)
-        codes = []
-        for sequence_id in sequence_ids:
-            try:
-                self.live.end(self.live.find(owner, sequence_id))
-            except SequenceNotFoundError:
-                codes.append(ResultCode.NOT_FOUND)
-            else:
-                codes.append(ResultCode.OK)
+    def free(
+        self, owner: bytes, sequence_ids: Iterable[int], request_ids: Iterable[str] = ()
+    ) -> list[ResultCode]:
+        """End sequences, those named by id before those named by request id.
+
+        The blocks of one with a running call go when that has ended.
+        """
+        requests = self.live.touch(owner)
+        codes = [self._end(self.live.get(owner, sequence_id)) for sequence_id in sequence_ids]
+        codes += [self._end(requests.get(request_id)) for request_id in request_ids]
         return codes
+
+    def _end(self, sequence: Sequence | None) -> ResultCode:
+        if sequence is None:
+            return ResultCode.NOT_FOUND
+        self.live.end(sequence)
+        return ResultCode.OK
 
     # ---- attention
 

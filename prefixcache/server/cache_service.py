@@ -138,8 +138,9 @@ class CacheService:
 
     def free(self, request: cache_pb2.FreeRequest) -> Any:
         owner = checks.owner(request.owner)
+        request_ids = checks.request_names(request.request_ids)
         with self._sequences.lock:
-            codes = self._sequences.free(owner, request.sequence_ids)
+            codes = self._sequences.free(owner, request.sequence_ids, request_ids)
         return twin("FreeResponse")(result_codes=column32(codes))
 
     def _append_rows(self, request: cache_pb2.AppendRequest) -> list[AppendRow]:

@@ -5,7 +5,7 @@ Each check raises InvalidArgumentError with the field's name and the limit.
 
 from __future__ import annotations
 
-from collections.abc import Sized
+from collections.abc import Iterable, Sized
 from typing import Any
 
 import numpy as np
@@ -29,6 +29,14 @@ def request_id(value: str, field: str = "request_id") -> str:
     if len(value.encode()) > MAX_REQUEST_ID_BYTES:
         raise InvalidArgumentError(field, f"is longer than {MAX_REQUEST_ID_BYTES} bytes")
     return value
+
+
+def request_names(values: Iterable[str]) -> list[str]:
+    """Request ids that name sequences. An empty one is no name."""
+    names = [request_id(value, "request_ids") for value in values]
+    if not all(names):
+        raise InvalidArgumentError("request_ids", "holds an empty one, which names no sequence")
+    return names
 
 
 def prompt(request: Any, block_size: int) -> tuple[TokenIds, ExtraKeys]:

@@ -106,7 +106,8 @@ def _default(method: wire.Method, request: Any) -> Any:
     if method.name == "GetServerInfo":
         return info_reply()
     if method.name == "Free":
-        return cache_pb2.FreeResponse(result_codes=[1] * len(request.sequence_ids))
+        num_rows = len(request.sequence_ids) + len(request.request_ids)
+        return cache_pb2.FreeResponse(result_codes=[1] * num_rows)
     if method.name in ("Prefill", "Decode"):
         return method.response(out=request.q)
     return method.response()

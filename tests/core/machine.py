@@ -373,16 +373,19 @@ class BlockManagerMachine(RuleBasedStateMachine):
 
         self.repeatable(step)
 
-    @rule(number=PICK, stranger=RARELY)
-    def free(self, number: int, stranger: bool) -> None:
+    @rule(number=PICK, stranger=RARELY, by_request_id=st.booleans())
+    def free(self, number: int, stranger: bool, by_request_id: bool) -> None:
         picked = self.pick(number, stranger)
         if picked is None:
             return
         owner, sequence = picked
+        ids, request_ids = [self.ids[sequence.name]], [sequence.request_id]
+        # A stranger may have a sequence of that request id too.
+        named = ([], request_ids) if by_request_id and any(request_ids) and not stranger else (ids,)
 
         def step() -> None:
             self.both_rows(
-                lambda: self.sequences.free(owner, [self.ids[sequence.name]]),
+                lambda: self.sequences.free(owner, *named),
                 lambda: self.model.free(owner, sequence.name),
             )
 

@@ -32,6 +32,17 @@ def test_a_freed_sequence_keeps_its_blocks_until_its_call_has_ended_and_commits_
     assert manager.pool.num_cached == 0
 
 
+def test_a_sequence_freed_by_request_id_keeps_its_blocks_until_its_call_has_ended() -> None:
+    manager = Manager(4, num_layers=1)
+    held = manager.allocate(T(8), request_id="r")
+    ticket = manager.begin(0, held)
+    assert manager.sequences.free(ONE, [], ["r"]) == [ResultCode.OK]
+    assert manager.sequences.free(ONE, [], ["r"]) == [ResultCode.NOT_FOUND]
+    assert manager.refs(held.table) == [1, 1]
+    manager.end(ticket)
+    assert (manager.pool.num_free, manager.pool.num_cached) == (4, 0)
+
+
 def test_a_sequence_with_calls_on_two_layers_goes_when_both_have_ended() -> None:
     manager = Manager(4, num_layers=2)
     held = manager.allocate(T(8))

@@ -99,7 +99,7 @@ def draw_step(rng: random.Random, machine: BlockManagerMachine) -> tuple[str, di
         },
         "fork": {**pick, "num_children": rng.choice((1, 1, 2)), "named": rarely(8), "slip": slip},
         "truncate": {**pick, "cut": rng.choice((-1, 0, 1, 1, 2, 3, 5, 9)), "slip": slip},
-        "free": pick,
+        "free": {**pick, "by_request_id": rarely(2)},
         "compute_all": {"number": pick["number"], "drafts": rng.choice((0, 2, 4))},
         "begin_attention": {
             "numbers": [rng.randrange(8) for _ in range(rng.choice((1, 1, 2, 3)))],

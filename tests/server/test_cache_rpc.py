@@ -115,6 +115,21 @@ def test_a_repeated_allocate_gets_the_first_reply_and_no_second_reference(
     assert peer.allocate(range(50, 52), request_id="r").sequence_id != first.sequence_id
 
 
+def test_free_answers_for_ids_first_and_for_request_ids_after_them(
+    running: RunningDaemon, stubs: Stubs
+) -> None:
+    peer = Peer(stubs)
+    sequence_id = peer.allocate(range(6)).sequence_id
+    peer.allocate(range(6), request_id="r")
+    request = cache_pb2.FreeRequest(
+        owner=peer.owner, sequence_ids=[1, sequence_id], request_ids=["r", "r", "unknown"]
+    )
+    unknown = cache_pb2.RESULT_CODE_NOT_FOUND
+    codes = list(stubs.call("Free", request).result_codes)
+    assert codes == [unknown, OK, OK, unknown, unknown]
+    assert running.daemon.sequences.stats().referenced == 0
+
+
 @pytest.mark.parametrize(
     "other",
     [

@@ -236,6 +236,11 @@ class World:
         free = cache_pb2.FreeRequest(owner=self.stranger.owner, sequence_ids=[sequence_id])
         yield Refusal("Free", free, codes=(cache_pb2.RESULT_CODE_NOT_FOUND,))
         yield Refusal("Free", changed(free, owner=b""), "INVALID_ARGUMENT")
+        names = [sequence.request_id or "unknown"]
+        unknown = (cache_pb2.RESULT_CODE_NOT_FOUND,)
+        yield Refusal("Free", changed(free, request_ids=names), codes=unknown * 2)
+        mine = cache_pb2.FreeRequest(owner=peer.owner, sequence_ids=[sequence_id])
+        yield Refusal("Free", changed(mine, request_ids=["a", ""]), "INVALID_ARGUMENT")
 
     def append_refusals(self, peer: Peer, sequence: Sequence) -> Iterator[Refusal]:
         pool, n = self.daemon.sequences.pool, sequence.num_tokens

@@ -148,6 +148,7 @@ def test_malformed_bytes_are_the_callers_fault(bare: Served, name: str, data: by
         ("Free", length_delimited(2, b"123456789")),  # nine bytes of packed fixed64
         ("Allocate", length_delimited(2, b"\xff\xfe")),  # a request_id that is no UTF-8
         ("Fork", length_delimited(4, b"\xc0\x80")),
+        ("Free", length_delimited(3, b"\xff\xfe")),
         ("ListSequences", length_delimited(2, b"\xed\xa0\x80")),  # a lone surrogate
     ],
 )
@@ -210,6 +211,8 @@ def good(name: str, served: Served) -> Any:
             return cache_pb2.TruncateRequest(
                 owner=peer.owner, sequence_id=sequence_id, num_tokens_before=6, num_tokens_after=5
             )
+        case "Free":
+            return cache_pb2.FreeRequest(owner=peer.owner, request_ids=["unknown"])
         case "Prefill" | "Decode":
             return attention_request(name, peer, [(sequence_id, 0, 6)])
         case _:
@@ -341,6 +344,10 @@ BAD_VALUES: list[tuple[str, Change, str]] = [
     ("Truncate", put("num_tokens_after", 0), "num_tokens_after"),
     ("Truncate", put("num_tokens_after", 7), "num_tokens_after"),
     ("Truncate", put("num_tokens_after", MAX_UINT32), "num_tokens_after"),
+    ("Free", put("request_ids", [""]), "request_ids"),
+    ("Free", put("request_ids", ["a", ""]), "request_ids"),
+    ("Free", put("request_ids", ["x" * 257]), "request_ids"),
+    ("Free", put("request_ids", ["é" * 129]), "request_ids"),
     ("ListSequences", put("page_size", 1001), "page_size"),
     ("ListSequences", put("page_size", MAX_UINT32), "page_size"),
     *(

@@ -321,12 +321,14 @@ class TruncateResponse(_message.Message):
     def __init__(self, dropped_block_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class FreeRequest(_message.Message):
-    __slots__ = ("owner", "sequence_ids")
+    __slots__ = ("owner", "sequence_ids", "request_ids")
     OWNER_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_IDS_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_IDS_FIELD_NUMBER: _ClassVar[int]
     owner: bytes
     sequence_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, owner: _Optional[bytes] = ..., sequence_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    request_ids: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, owner: _Optional[bytes] = ..., sequence_ids: _Optional[_Iterable[int]] = ..., request_ids: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class FreeResponse(_message.Message):
     __slots__ = ("result_codes",)
