@@ -66,9 +66,9 @@ def _handler(
     method: wire.Method, call: Callable[[Any], Any], boot_id: bytes
 ) -> Callable[[bytes, grpc.ServicerContext], Any]:
     def handle(data: bytes, context: grpc.ServicerContext) -> Any:
-        if not context.is_active():
+        if not context.is_active() or context.time_remaining() == 0:
             # Its caller has given up while it waited for a worker. Done now, an Allocate would
-            # make a sequence that nobody knows of.
+            # make a sequence that nobody knows of. gRPC reports a passed deadline a little late.
             _abort(context, CancelledCallError("the call has ended before it began"), boot_id)
         try:
             return call(_parse(method, data))

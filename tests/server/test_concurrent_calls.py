@@ -202,6 +202,10 @@ def test_a_call_whose_caller_gave_up_before_a_worker_was_free_changes_nothing() 
             with pytest.raises(Refused) as caught:
                 stubs.call("Allocate", request, timeout_s=0.3)
             assert caught.value.code is grpc.StatusCode.DEADLINE_EXCEEDED
+            # The daemon counts a deadline from the arrival of the call. Once a later call has
+            # passed its own here, the first has passed its there.
+            with pytest.raises(Refused):
+                stubs.call("GetStats", METHODS["GetStats"].request(), timeout_s=0.3)
         stubs.finish(working)
         # The only worker takes calls in turn: after this one, it is through with the other.
         stats = stubs.stats()
