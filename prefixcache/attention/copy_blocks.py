@@ -15,7 +15,7 @@ import torch
 from prefixcache.attention.device import uses_triton
 from prefixcache.errors import InvalidArgumentError
 
-_TILE_BYTES = 2**14  # a program's share of a block: eight loads of 16 bytes for each of 128 threads
+TILE_BYTES = 2**14  # a program's share of a block: eight loads of 16 bytes for each of 128 threads
 
 
 @torch.no_grad()
@@ -55,7 +55,7 @@ def _launch(
     if sources.shape[1] % 4 == 0 and not (sources.data_ptr() | destinations.data_ptr()) % 4:
         sources, destinations = sources.view(torch.int32), destinations.view(torch.int32)
     ids = torch.tensor([list(source_ids), list(destination_ids)], device=sources.device)
-    tile_words = _TILE_BYTES // sources.element_size()
+    tile_words = TILE_BYTES // sources.element_size()
     block_words = sources.shape[1]
     with torch.cuda.device_of(sources):
         copy_blocks_kernel[(len(source_ids), -(-block_words // tile_words))](

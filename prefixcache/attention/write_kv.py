@@ -12,7 +12,7 @@ import torch
 from prefixcache.attention.checks import check_write
 from prefixcache.attention.device import uses_triton
 
-_TILE_ELEMENTS = 2048  # of K, and of V, that a program moves: two loads of 16 bytes a thread
+TILE_ELEMENTS = 2048  # of K, and of V, that a program moves: two loads of 16 bytes a thread
 
 
 @torch.no_grad()
@@ -52,7 +52,7 @@ def _launch(
     if num_rows == 0:
         return
     block_d = 1 << (head_dim - 1).bit_length()
-    tile_rows = max(1, _TILE_ELEMENTS // block_d)
+    tile_rows = max(1, TILE_ELEMENTS // block_d)
     with torch.cuda.device_of(key_cache):
         write_kv_kernel[(-(-num_rows // tile_rows),)](
             key_cache,

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["source_ids", "destination_ids"])
 def copy_blocks_kernel(
     sources,
     destinations,
