@@ -19,6 +19,7 @@ import torch.nn.functional as F
 
 from prefixcache.attention.batch import AttentionBatch
 from prefixcache.attention.checks import check_attention
+from prefixcache.attention.device import uses_triton
 from prefixcache.attention.sequence_kv import BlockReader, used_block_ids
 
 QUERY_STEP = 256
@@ -41,6 +42,10 @@ def prefill(
     Raises InvalidArgumentError on a wrong shape, dtype, device, scale, or a batch that does not
     fit.
     """
+    if uses_triton(q):
+        from prefixcache.attention.paged_attention import paged_attention
+
+        return paged_attention(q, key_cache, value_cache, batch, scale)
     check_attention(q, key_cache, value_cache, batch, scale)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     starts = batch.query_start.tolist()
