@@ -1,5 +1,7 @@
 """Attention for a few new tokens of each of many sequences.
 
+Where Triton runs it is `paged_attention`; the rest of this module is the torch path, for CPU.
+
 Bound by reading K/V: each sequence's context is streamed through the CPU's cache in tiles, for
 all KV heads at once. The query heads that share a KV head are rows of one matrix product, so that
 K/V are read once per group. Scores, softmax and sums are float32: bfloat16 products are many times

@@ -1,5 +1,7 @@
 """Attention for many new tokens of a sequence, on top of what is cached.
 
+Where Triton runs it is `paged_attention`; the rest of this module is the torch path, for CPU.
+
 Bound by arithmetic. Queries go in steps of QUERY_STEP tokens, each against the keys up to its own
 last token, so that memory stays bounded and little is computed that the mask throws away. Inputs
 are float32: bfloat16 products are many times slower on CPUs without instructions for them.

@@ -17,6 +17,7 @@ from types import MappingProxyType
 import torch
 
 _MAX_SPLITS = 64  # `combine` joins so many in one program's registers
+_SPLIT_STEP = 4  # each count is a kernel to compile, and a split without keys costs next to nothing
 _WARPS_OF_A_CORE = 12  # of these kernels, whose registers bound it: 150 to 180 a thread
 _TILES_OF_A_SPLIT = 4  # below that, starting a program costs more than its share of the reading
 _SMALLEST_DOT = 16  # tl.dot takes no smaller side
@@ -158,7 +159,7 @@ def choose_plan(shapes: Shapes, architecture: str, cores: int) -> Plan:
         and programs * num_splits < wanted
         and min_split * num_splits < shapes.max_seq_len
     ):
-        num_splits *= 2
+        num_splits *= _SPLIT_STEP
     return Plan(tiles, group_part, num_splits, min_split)
 
 
