@@ -83,9 +83,8 @@ _FLOAT32 = (
     Rule(None, 128, 4, Tiles(32, 16, 8, 3), "90 registers; 32 keys: 105 spills"),
     Rule(None, 256, 4, Tiles(16, 16, 8, 3), "100 registers"),
 )
-_LARGE_HEADS = Rule(
-    None, None, None, Tiles(16, 16, 8, 1), "over 256 elements: the smallest tiles there are"
-)
+_SMALLEST = Tiles(16, 16, 8, 1)
+_LARGE_HEADS = Rule(None, None, None, _SMALLEST, "over 256 elements: the smallest tiles there are")
 
 TABLES: Mapping[str, tuple[Rule, ...]] = MappingProxyType(
     {
@@ -129,7 +128,7 @@ TABLES: Mapping[str, tuple[Rule, ...]] = MappingProxyType(
             Rule(16, 128, 4, Tiles(16, 32, 8, 1), "165 registers"),
             Rule(None, 128, 4, Tiles(32, 16, 8, 1), "118 registers"),
             Rule(None, 256, 4, Tiles(16, 16, 8, 1), "157 registers"),
-            _LARGE_HEADS,
+            Rule(None, None, None, _SMALLEST, "over 256 elements; float32 of 512: 129 spills"),
         ),
         "interpreter": (
             Rule(None, None, None, Tiles(16, 16, 1, 1), "short tests then cross several tiles"),

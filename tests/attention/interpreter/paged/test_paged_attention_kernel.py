@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
+from triton.runtime import interpreter
 
 from prefixcache.attention import decode as decode_module
 from prefixcache.attention import prefill as prefill_module
@@ -18,6 +19,9 @@ from prefixcache.attention.paged_attention import launch, paged_attention, uploa
 from prefixcache.attention.selection import Plan, Tiles
 from tests.attention.paged_cases import DTYPES, PagedCase, make_case
 from tests.support.tolerances import assert_close, is_close
+
+# NaN out of -inf - -inf, or out of 0 * inf, shows even where it is dropped later.
+pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning")
 
 # Crosses block ends; one token, an empty query, full blocks, long context with one token.
 CONTEXTS, QUERIES = [0, 5, 4, 0, 33, 7, 0], [9, 1, 0, 1, 1, 5, 8]
@@ -149,6 +153,56 @@ def test_entries_past_a_sequences_last_block_are_never_read(tail: int) -> None:
         tables[row, : len(table)] = table
     dirty = replace(case, batch=replace(case.batch, block_tables=tables))
     assert torch.equal(run(dirty, num_splits=2), run(case, num_splits=2))
+
+
+def addresses(tensor: torch.Tensor) -> set[int]:
+    """Where the elements of a view lie."""
+    index = torch.zeros(tensor.shape, dtype=torch.int64)
+    for dimension, stride in enumerate(tensor.stride()):
+        steps = torch.arange(tensor.shape[dimension]) * stride
+        index += steps.view(-1, *[1] * (tensor.ndim - dimension - 1))
+    return set((index * tensor.element_size() + tensor.data_ptr()).flatten().tolist())
+
+
+@pytest.mark.parametrize("num_splits", [1, 2])
+def test_all_that_is_used_is_read_and_nothing_else(
+    num_splits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each address of each load and store, of the pool, the tables and the rest."""
+    case = make_case(CONTEXTS, QUERIES, head_dim=20, block_size=3, group=3)
+    read, written = set[int](), set[int]()
+    builder = interpreter.InterpreterBuilder
+    load, store = builder.create_masked_load, builder.create_masked_store
+
+    def masked_load(self, pointers, mask, *rest):
+        read.update(pointers.data[mask.data].tolist())
+        return load(self, pointers, mask, *rest)
+
+    def masked_store(self, pointers, value, mask, *rest):
+        written.update(pointers.data[mask.data].tolist())
+        return store(self, pointers, value, mask, *rest)
+
+    monkeypatch.setattr(builder, "create_masked_load", masked_load)
+    monkeypatch.setattr(builder, "create_masked_store", masked_store)
+    plan = Plan(Tiles(16, 16, 1, 1), 3, num_splits, 16)
+    batch, out = upload(case.batch, case.q.device), torch.empty_like(case.q)
+    launch(case.q, case.key_cache, case.value_cache, batch, case.scale, plan, out)
+
+    # The parts of a split are written and read again.
+    assert written >= addresses(out)
+    assert num_splits > 1 or written == addresses(out)
+    allowed = addresses(case.q) | addresses(batch.query_start)
+    for row, num_tokens in enumerate(case.batch.seq_lens.tolist()):
+        if case.batch.query_start[row] == case.batch.query_start[row + 1]:
+            continue
+        allowed |= addresses(batch.seq_lens[row])
+        allowed |= addresses(batch.block_tables[row, : -(-num_tokens // 3)])
+        for position in range(num_tokens):
+            block, offset = case.tables[row][position // 3], position % 3
+            allowed |= addresses(case.key_cache[block, :, offset])
+            allowed |= addresses(case.value_cache[block, :, offset])
+    assert read - written == allowed
+    assert not written & allowed
 
 
 # Strides of [N, Hkv = 2, B, D] for blocks, heads, tokens and elements.
