@@ -120,6 +120,14 @@ def test_splits_with_and_without_keys(num_splits: int, dtype: torch.dtype) -> No
     assert_close(run(case, num_splits=num_splits), case.exact())
 
 
+def test_a_row_without_keys_in_a_split_weighs_nothing_however_low_the_other_scores_are() -> None:
+    """Positions 14 and 15 see no key of the second split, which starts at 16."""
+    case = make_case([14], [10], num_kv_heads=1, group=1, poison=0.0, scale=1e3)
+    case.key_cache.abs_()
+    case.q.abs_().neg_()
+    assert_close(run(case, num_splits=2), case.exact())
+
+
 def test_as_many_splits_as_there_can_be() -> None:
     case = make_case([300, 0], [1, 1], num_kv_heads=1, group=1, block_size=16)
     assert_close(run(case, num_splits=64), case.exact())
