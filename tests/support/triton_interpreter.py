@@ -10,10 +10,11 @@ and, in triton 3.6 to 3.9, gets wrong (`tests/attention/interpreter/test_repairs
 - arithmetic on bfloat16 and float8 tensors computes with the patterns;
 - a 32-bit index that overflows wraps round in silence, as on a device.
 
-`repaired` replaces the conversions by torch's, with saturation for float8 as devices do it, makes
-the last two raise, and lets nested device functions skip a search of triton's modules that takes
-longer than most of them run. Not repaired: `input_precision` is ignored (all products are exact),
-and launches, alignment and races are not exercised at all.
+`repaired` replaces the conversions by torch's, with saturation for float8 as devices do it, and
+makes the last two raise. It also puts the interpreter's functions into triton's modules once for
+all launches: the interpreter does it again at each call of each device function, which takes
+longer than most of them run, and then leaves them there. Not repaired: `input_precision` is
+ignored (all products are exact), and launches, alignment and races are not exercised at all.
 
 The interpreter is global state of the process: use it from one thread.
 """
@@ -22,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -53,8 +55,14 @@ def repaired() -> Iterator[None]:
         patch.setattr(builder, "unary_op", _no_patterns(builder.unary_op))
         options = interpreter.InterpreterOptions(debug=True)  # check the overflow of indices
         patch.setattr(interpreter.interpreter_builder, "options", options)
-        patch.setattr(interpreter.InterpretedFunction, "__call__", _call_device_function)
-        yield
+        # Once for all launches: both names under which kernels and triton's library know it.
+        modules = SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
+        scope = interpreter._patch_lang(modules)
+        patch.setattr(interpreter, "_patch_lang", lambda _function: interpreter._LangPatchScope())
+        try:
+            yield
+        finally:
+            scope.restore()
 
 
 def _to_numpy(handle: Handle) -> Array:
@@ -112,8 +120,3 @@ def _no_patterns(original: Callable[..., Handle]) -> Callable[..., Handle]:
         return original(builder, operand, *rest)
 
     return operation
-
-
-def _call_device_function(function: Any, *args: Any, **kwargs: Any) -> Any:
-    """Triton's modules are in place already: the kernel that calls this has seen to it."""
-    return function.rewrite()(*args, **kwargs)

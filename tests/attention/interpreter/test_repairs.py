@@ -61,6 +61,14 @@ def store_some(wanted, target):
     tl.store(target + place, place, mask=(place != 1) & (tl.load(wanted) > 0))
 
 
+@triton.jit
+def softmax_row(numbers, weights, count: tl.constexpr):
+    place = tl.arange(0, count)
+    loaded = tl.load(numbers + place)
+    shifted = tl.exp(loaded - tl.max(loaded, 0))
+    tl.store(weights + place, shifted / tl.sum(shifted, 0))
+
+
 def values(dtype: torch.dtype) -> torch.Tensor:
     """N values of all sizes: subnormal, ordinary, out of range of smaller types, special."""
     generator = torch.Generator().manual_seed(0)
@@ -140,6 +148,16 @@ def test_loops_may_be_bounded_by_loaded_values() -> None:
     assert total.item() == 3 + 4 + 5 + 6 + 300
 
 
+def test_tritons_own_reductions_work() -> None:
+    numbers, weights = torch.linspace(-3, 3, 16), torch.empty(16)
+    softmax_row[(1,)](numbers, weights, 16)
+    torch.testing.assert_close(weights, torch.softmax(numbers, 0))
+
+
+def test_triton_is_as_before_after_the_repairs() -> None:
+    run_interpreted(RESTORED)
+
+
 @pytest.mark.parametrize("wanted", [0, 1])
 def test_a_mask_may_be_joined_with_a_scalar(wanted: int) -> None:
     """Fails with triton 3.9."""
@@ -147,6 +165,21 @@ def test_a_mask_may_be_joined_with_a_scalar(wanted: int) -> None:
     store_some[(1,)](torch.tensor([wanted], dtype=torch.int32), target)
     assert target.tolist() == ([0, -1, 2, 3] if wanted else [-1] * 4)
 
+
+RESTORED = f"""
+import runpy, torch, triton.language as tl
+from triton.runtime import interpreter
+from tests.support.triton_interpreter import repaired
+def everything():
+    places = (tl, tl.core, tl.math, interpreter, interpreter.InterpreterBuilder)
+    return [dict(vars(place)) for place in places]
+this = runpy.run_path({str(Path(__file__))!r})
+before = everything()
+with repaired():
+    assert everything() != before
+    this["softmax_row"][(1,)](torch.zeros(16), torch.zeros(16), 16)
+assert everything() == before
+"""
 
 UNREPAIRED = f"""
 import runpy, torch
@@ -170,14 +203,18 @@ this["index"][(1,)](torch.tensor([2**30], dtype=torch.int32), torch.zeros(4, dty
 """
 
 
-def test_without_the_repairs_it_is_wrong() -> None:
-    """When this fails, triton has got better, and a repair can go."""
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
+def run_interpreted(program: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", UNREPAIRED],
+        [sys.executable, "-c", program],
+        cwd=Path(__file__).parents[3],
         check=False,
-        env=environment,
+        env=os.environ | {"TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_without_the_repairs_it_is_wrong() -> None:
+    """When this fails, triton has got better, and a repair can go."""
+    run_interpreted(UNREPAIRED)
