@@ -18,6 +18,7 @@ from prefixcache.attention.checks import check_attention
 from prefixcache.attention.paged_attention import launch, paged_attention, upload
 from prefixcache.attention.selection import Plan, Tiles
 from tests.attention.paged_cases import DTYPES, PagedCase, make_case
+from tests.attention.test_large_pools import sparse_bytes
 from tests.support.tolerances import assert_close, is_close
 
 # NaN out of -inf - -inf, or out of 0 * inf, shows even where it is dropped later.
@@ -248,6 +249,19 @@ def test_queries_may_be_a_strided_view() -> None:
     for q in (fused, apart):
         assert not q.is_contiguous()
         assert torch.equal(run(replace(case, q=q)), run(case))
+
+
+def test_tokens_and_heads_may_be_billions_of_elements_apart() -> None:
+    """Products with them do not fit into 32 bits. The memory is a sparse file."""
+    case = make_case([3], [4], num_kv_heads=3, group=1, block_size=2, dtype=torch.float16)
+    far = 2**30
+    memory = sparse_bytes(4 * far * 2).view(torch.float16)
+    q = memory.as_strided(case.q.shape, (far, 16, 1)).copy_(case.q)
+    assert torch.equal(run(replace(case, q=q)), run(case))
+    strides = (2 * 16, far, 16, 1)
+    keys = memory[1024:].as_strided(case.key_cache.shape, strides).copy_(case.key_cache)
+    values = memory[2048:].as_strided(case.key_cache.shape, strides).copy_(case.value_cache)
+    assert torch.equal(run(case.with_caches(keys, values)), run(case))
 
 
 @pytest.mark.parametrize("num_splits", [1, 2])
