@@ -12,6 +12,9 @@ import os
 
 import pytest
 
+# Plain asserts outside test files show their values too.
+pytest.register_assert_rewrite("tests.core.machine", "tests.support")
+
 VARIABLE = "TRITON_INTERPRET"
 
 os.environ[VARIABLE] = "1"
