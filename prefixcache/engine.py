@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from prefixcache.attention.batch import AttentionBatch, make_batch
+from prefixcache.attention.copy_blocks import copy_blocks
 from prefixcache.attention.decode import decode
 from prefixcache.attention.prefill import prefill
 from prefixcache.attention.write_kv import write_kv
@@ -42,8 +43,11 @@ class Engine:
             ticket = self._sequences.begin_copies(owner, applied) if applied else None
         if ticket is not None:
             try:
-                self.memory.copy_blocks(
+                spans = self.memory.spans
+                copy_blocks(
+                    spans,
                     [copy.source for copy in ticket.copies],
+                    spans,
                     [copy.destination for copy in ticket.copies],
                 )
             finally:

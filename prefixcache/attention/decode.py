@@ -1,5 +1,7 @@
 """Attention for a few new tokens of each of many sequences.
 
+Where Triton runs it is `paged_attention`; the rest of this module is the torch path, for CPU.
+
 Bound by reading K/V: each sequence's context is streamed through the CPU's cache in tiles, for
 all KV heads at once. The query heads that share a KV head are rows of one matrix product, so that
 K/V are read once per group. Scores, softmax and sums are float32: bfloat16 products are many times
@@ -15,6 +17,7 @@ import torch
 
 from prefixcache.attention.batch import AttentionBatch
 from prefixcache.attention.checks import check_attention
+from prefixcache.attention.device import uses_triton
 from prefixcache.attention.prefill import attend_many
 from prefixcache.attention.sequence_kv import BlockReader, used_block_ids
 
@@ -40,6 +43,10 @@ def decode(
     Raises InvalidArgumentError on a wrong shape, dtype, device, scale, or a batch that does not
     fit.
     """
+    if uses_triton(q):
+        from prefixcache.attention.paged_attention import paged_attention
+
+        return paged_attention(q, key_cache, value_cache, batch, scale)
     check_attention(q, key_cache, value_cache, batch, scale)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     num_kv_heads, block_size, head_dim = key_cache.shape[1:]

@@ -1,5 +1,7 @@
 """Attention for many new tokens of a sequence, on top of what is cached.
 
+Where Triton runs it is `paged_attention`; the rest of this module is the torch path, for CPU.
+
 Bound by arithmetic. Queries go in steps of QUERY_STEP tokens, each against the keys up to its own
 last token, so that memory stays bounded and little is computed that the mask throws away. Inputs
 are float32: bfloat16 products are many times slower on CPUs without instructions for them.
@@ -19,6 +21,7 @@ import torch.nn.functional as F
 
 from prefixcache.attention.batch import AttentionBatch
 from prefixcache.attention.checks import check_attention
+from prefixcache.attention.device import uses_triton
 from prefixcache.attention.sequence_kv import BlockReader, used_block_ids
 
 QUERY_STEP = 256
@@ -41,6 +44,10 @@ def prefill(
     Raises InvalidArgumentError on a wrong shape, dtype, device, scale, or a batch that does not
     fit.
     """
+    if uses_triton(q):
+        from prefixcache.attention.paged_attention import paged_attention
+
+        return paged_attention(q, key_cache, value_cache, batch, scale)
     check_attention(q, key_cache, value_cache, batch, scale)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     starts = batch.query_start.tolist()

@@ -1,6 +1,6 @@
 """The one allocation that holds the K/V of every block.
 
-Owns the bytes, views of them, and copies of whole blocks. Does not know which blocks are in use:
+Owns the bytes and views of them. Does not know which blocks are in use:
 that is the core's pool. Made once at start and never grown.
 
 On CPU the memory is an anonymous shared-memory file (memfd), so that other processes on the host
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Sequence
 
 import torch
 
@@ -77,26 +76,18 @@ class PoolMemory:
         """V of one layer: `[N, Hkv, B, D]`, a strided view."""
         return self._blocks[:, self._checked_layer(layer), 1]
 
+    @property
+    def spans(self) -> torch.Tensor:
+        """All blocks as bytes, K and V of every layer: `[N, block_bytes] uint8`, contiguous."""
+        return self._spans
+
     def block_span(self, block_id: int) -> torch.Tensor:
-        """All bytes of one block, K and V of every layer: `[block_bytes] uint8`, a view."""
-        self._check_block_ids("block_id", [block_id])
-        return self._spans[block_id]
-
-    def copy_blocks(self, source_ids: Sequence[int], destination_ids: Sequence[int]) -> None:
-        """Copy whole blocks of all layers, pair by pair in the given order.
-
-        Raises InvalidArgumentError, with nothing copied, if the lists differ in length or an id
-        is out of range.
-        """
-        if len(source_ids) != len(destination_ids):
+        """All bytes of one block: `[block_bytes] uint8`, a view."""
+        if not 0 <= block_id < len(self._spans):
             raise InvalidArgumentError(
-                "destination_ids",
-                f"{len(destination_ids)} destinations for {len(source_ids)} sources",
+                "block_id", f"block {block_id}, and the pool has {len(self._spans)}"
             )
-        self._check_block_ids("source_ids", source_ids)
-        self._check_block_ids("destination_ids", destination_ids)
-        for source, destination in zip(source_ids, destination_ids, strict=True):
-            self._spans[destination].copy_(self._spans[source])
+        return self._spans[block_id]
 
     def close(self) -> None:
         """Let go of the memory. The pool then has no blocks; a second call does nothing.
@@ -118,12 +109,6 @@ class PoolMemory:
                 "layer", f"must be in 0..{self.layout.num_layers - 1}, is {layer}"
             )
         return layer
-
-    def _check_block_ids(self, field: str, block_ids: Sequence[int]) -> None:
-        limit = self._spans.shape[0]
-        for block_id in block_ids:
-            if not 0 <= block_id < limit:
-                raise InvalidArgumentError(field, f"block {block_id}, and the pool has {limit}")
 
 
 def _check_available(size: int, device: torch.device) -> None:

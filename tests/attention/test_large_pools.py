@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from prefixcache.attention.batch import make_batch
+from prefixcache.attention.copy_blocks import copy_blocks
 from prefixcache.attention.decode import decode
 from prefixcache.attention.prefill import prefill
 from prefixcache.attention.write_kv import write_kv
@@ -16,15 +17,19 @@ HKV, B, D = 2, 16, 64
 NUM_BLOCKS = 2**31 // (2 * HKV * B * D) + 8
 
 
-def sparse_pool() -> torch.Tensor:
-    """`[N, 2, Hkv * B * D] bfloat16` of more than 2**31 elements, none of them touched."""
-    num_bytes = NUM_BLOCKS * 2 * HKV * B * D * 2
+def sparse_bytes(count: int) -> torch.Tensor:
+    """`[count] uint8`, none of them touched."""
     fd = os.memfd_create("sparse-pool", os.MFD_CLOEXEC)
     try:
-        os.ftruncate(fd, num_bytes)
-        pool = torch.frombuffer(mmap.mmap(fd, num_bytes), dtype=torch.bfloat16)
+        os.ftruncate(fd, count)
+        return torch.frombuffer(mmap.mmap(fd, count), dtype=torch.uint8)
     finally:
         os.close(fd)
+
+
+def sparse_pool() -> torch.Tensor:
+    """`[N, 2, Hkv * B * D] bfloat16` of more than 2**31 elements."""
+    pool = sparse_bytes(NUM_BLOCKS * 2 * HKV * B * D * 2).view(torch.bfloat16)
     assert pool.numel() > 2**31
     return pool.view(NUM_BLOCKS, 2, HKV * B * D)
 
@@ -55,3 +60,16 @@ def test_the_highest_blocks_work_like_the_lowest(heads_first: bool) -> None:
     assert outputs[0].abs().sum() > 0
     assert torch.equal(outputs[0], outputs[2])
     assert torch.equal(outputs[1], outputs[3])
+
+
+def test_the_highest_blocks_are_copied_like_the_lowest() -> None:
+    """In a pool of more than 2**31 words of 32 bits."""
+    block_bytes = 2**16
+    num_blocks = 2**33 // block_bytes + 8
+    pool = sparse_bytes(num_blocks * block_bytes).view(num_blocks, block_bytes)
+    low, high, middle = pool[2], pool[num_blocks - 1], pool[num_blocks // 2]
+    low.copy_(torch.arange(block_bytes).to(torch.uint8))
+    copy_blocks(pool, [2], pool, [num_blocks - 1])
+    assert torch.equal(high, low)
+    copy_blocks(pool, [num_blocks - 1], pool, [num_blocks // 2])
+    assert torch.equal(middle, low)

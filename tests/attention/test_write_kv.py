@@ -46,6 +46,10 @@ def views() -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
             pairs[:, 1].transpose(1, 2),
         ),
         "elements apart": (spread[0, ..., ::2], spread[1, ..., ::2]),
+        "K and V differ": (
+            torch.zeros(N, D, B, HKV).transpose(1, 3),
+            pairs.new_zeros(N, 2, HKV, B, D)[:, 1],
+        ),
     }
 
 

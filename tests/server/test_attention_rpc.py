@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from prefixcache import engine
+from prefixcache.attention.copy_blocks import copy_blocks
 from prefixcache.rpc._pb import cache_pb2
 from prefixcache.server.daemon import CacheOptions, Daemon, ModelOptions
 from prefixcache.storage.layout import KVLayout
@@ -506,6 +507,6 @@ def test_a_warm_run_stores_the_same_bytes_and_a_wrong_block_shows(served: Served
         return is_close(split_output(reply, rows)[0], served.model.exact(0, probe.tokens, 8))
 
     assert still_right()
-    memory = served.daemon.engine.memory
-    memory.copy_blocks([cold.block_ids[0]], [cold.block_ids[1]])
+    spans = served.daemon.engine.memory.spans
+    copy_blocks(spans, [cold.block_ids[0]], spans, [cold.block_ids[1]])
     assert not still_right()

@@ -484,7 +484,7 @@ def check_while_a_copy_runs(world: World) -> None:
     parent = parents[0]
     peer = world.peer_of(parent)
     peer.fork(parent.sequence_id, parent.num_tokens)
-    with held(world.daemon.engine.memory, "copy_blocks") as gate:
+    with held(engine, "copy_blocks") as gate:
         request = peer.append_request([Row(parent.sequence_id, parent.num_tokens, (5,))])
         running = world.stubs.start("Append", request)
         gate.wait()

@@ -273,7 +273,7 @@ def copying(served: Served) -> Iterator[tuple[Run, Run, Gate, Any]]:
     parent.compute()
     child = parent.forked(parent.peer.fork(parent.sequence_id, 6)[0])
     request = parent.peer.append_request([Row(parent.sequence_id, 6, (70, 71))])
-    with held(served.daemon.engine.memory, "copy_blocks") as gate:
+    with held(engine, "copy_blocks") as gate:
         future = served.stubs.start("Append", request)
         gate.wait()
         yield parent, child, gate, future

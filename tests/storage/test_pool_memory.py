@@ -64,6 +64,7 @@ def test_a_block_is_one_span_of_keys_then_values_layer_by_layer(pool: PoolMemory
         )
         assert pool.block_span(block).numpy().tobytes() == expected
         assert pool.block_span(block).shape == (LAYOUT.block_bytes,)
+        assert torch.equal(pool.spans[block], pool.block_span(block))
 
 
 def test_the_pool_starts_page_aligned_and_zero(pool: PoolMemory) -> None:
@@ -85,42 +86,6 @@ def test_another_mapping_of_the_file_sees_the_same_bytes(pool: PoolMemory) -> No
         assert other[:] == b"".join(bytes_of(pool))
         other[LAYOUT.block_bytes] = 77
         assert pool.block_span(1)[0] == 77
-
-
-def test_copying_a_block_copies_all_layers_and_nothing_else(pool: PoolMemory) -> None:
-    number_everything(pool)
-    before = bytes_of(pool)
-    pool.copy_blocks([1, 4], [3, 0])
-    assert bytes_of(pool) == [before[block] for block in (4, 1, 2, 1, 4, 5)]
-
-
-def test_copies_happen_in_the_given_order(pool: PoolMemory) -> None:
-    """A block that was copied away and freed may be the destination of the next copy."""
-    number_everything(pool)
-    before = bytes_of(pool)
-    pool.copy_blocks([1, 2, 1], [0, 1, 5])
-    assert bytes_of(pool) == [before[block] for block in (1, 2, 2, 3, 4, 2)]
-
-
-@pytest.mark.parametrize(
-    ("sources", "destinations", "field"),
-    [
-        ([0, 1], [2], "destination_ids"),
-        ([0, NUM_BLOCKS], [2, 3], "source_ids"),
-        ([0, -1], [2, 3], "source_ids"),
-        ([0, 1], [2, NUM_BLOCKS], "destination_ids"),
-        ([0, 1], [2, -1], "destination_ids"),
-    ],
-)
-def test_a_refused_copy_changes_nothing(
-    pool: PoolMemory, sources: list[int], destinations: list[int], field: str
-) -> None:
-    number_everything(pool)
-    before = bytes_of(pool)
-    with pytest.raises(InvalidArgumentError) as refusal:
-        pool.copy_blocks(sources, destinations)
-    assert refusal.value.field == field
-    assert bytes_of(pool) == before
 
 
 @pytest.mark.parametrize("layer", [-1, LAYOUT.num_layers])
@@ -149,7 +114,7 @@ def test_close_gives_back_the_memory_and_the_file() -> None:
     assert pool.fd is None
     with pytest.raises(InvalidArgumentError):
         pool.block_span(0)
-    assert len(pool.keys(0)) == 0
+    assert len(pool.keys(0)) == len(pool.spans) == 0
 
 
 def test_a_view_outlives_the_pool() -> None:

@@ -1,0 +1,178 @@
+"""Launcher of the Triton kernels behind `prefill` and `decode`, which compute the same thing.
+
+Checks, chooses (see `selection`), uploads the batch in one copy and launches. Between the upload
+and the result nothing waits for the device, and no size of a launch depends on a length, so
+`launch` can be captured in a CUDA graph.
+
+Threads: pure but for reading the cache; nobody may write
+those blocks meanwhile.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from prefixcache.attention.batch import AttentionBatch
+from prefixcache.attention.checks import check_attention
+from prefixcache.attention.selection import (
+    Plan,
+    Shapes,
+    architecture_of,
+    choose_plan,
+    num_cores,
+    padded_head_dim,
+)
+
+_SMALLEST_FACTOR = 2.0**-126  # a normal float32; below it all weights are equal
+_COMBINE_ELEMENTS = 8192  # float32 of the parts of one row that 4 warps hold in registers
+_ALIGNMENT = 4  # int32 of the 16 bytes at which the compiler wants pointers to start
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceBatch:
+    """What the kernels read of an `AttentionBatch`: int32, contiguous, on the device."""
+
+    block_tables: torch.Tensor
+    query_start: torch.Tensor
+    seq_lens: torch.Tensor
+
+
+@torch.no_grad()
+def paged_attention(
+    q: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    batch: AttentionBatch,
+    scale: float,
+) -> torch.Tensor:
+    """Causal attention over all tokens so far, the new ones included.
+
+    q: `[T, Hq, D]` of the cache's dtype, any strides. key_cache, value_cache: `[N, Hkv, B, D]`,
+    any strides, K/V of the new tokens in place. Returns `[T, Hq, D]` of q's dtype, new memory.
+
+    Raises InvalidArgumentError on a wrong shape, dtype, device, scale, or a batch that does not
+    fit.
+    """
+    check_attention(q, key_cache, value_cache, batch, scale)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if len(q) == 0:
+        return out
+    shapes = Shapes(
+        num_tokens=len(q),
+        num_sequences=len(batch.seq_lens),
+        longest_query=int(np.diff(batch.query_start).max()),
+        max_seq_len=batch.block_tables.shape[1] * key_cache.shape[2],
+        num_query_heads=q.shape[1],
+        num_kv_heads=key_cache.shape[1],
+        head_dim=q.shape[2],
+        dtype=q.dtype,
+    )
+    plan = choose_plan(shapes, architecture_of(q.device), num_cores(q.device))
+    launch(q, key_cache, value_cache, upload(batch, q.device), scale, plan, out)
+    return out
+
+
+def upload(batch: AttentionBatch, device: torch.device) -> DeviceBatch:
+    """The batch's arrays on `device`, by one copy."""
+    arrays = (batch.block_tables, batch.query_start, batch.seq_lens)
+    starts = np.cumsum([0] + [-(-array.size // _ALIGNMENT) * _ALIGNMENT for array in arrays])
+    packed = np.zeros(starts[-1], dtype=np.int32)
+    for array, start in zip(arrays, starts, strict=False):
+        packed[start : start + array.size] = array.ravel()
+    memory = torch.from_numpy(packed).to(device)
+    tables, query_start, seq_lens = (
+        memory[start : start + array.size].view(array.shape)
+        for array, start in zip(arrays, starts.tolist(), strict=False)
+    )
+    return DeviceBatch(tables, query_start, seq_lens)
+
+
+def launch(
+    q: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    batch: DeviceBatch,
+    scale: float,
+    plan: Plan,
+    out: torch.Tensor,
+) -> None:
+    """`paged_attention` of checked arguments into `out`, which is contiguous; T > 0.
+
+    Any plan is right for any batch. `batch` may have been refilled on the device since the plan
+    was chosen, also with a longer table.
+    """
+    from prefixcache.attention.kernels.combine import combine_kernel
+    from prefixcache.attention.kernels.paged_attention import paged_attention_kernel
+
+    num_tokens, num_query_heads, head_dim = q.shape
+    num_kv_heads, block_size = key_cache.shape[1:3]
+    group = num_query_heads // num_kv_heads
+    block_d = padded_head_dim(head_dim)
+    tiles, num_splits = plan.tiles, plan.num_splits
+    sign, factor = _split_scale(scale)
+    parts, log_sums = out, None
+    if num_splits > 1:
+        shape = (num_tokens, num_query_heads, num_splits)
+        parts = torch.empty((*shape, head_dim), dtype=torch.float32, device=q.device)
+        log_sums = torch.empty(shape, dtype=torch.float32, device=q.device)
+    num_sequences, table_stride = batch.block_tables.shape
+    grid = (
+        num_tokens // (tiles.rows // plan.group_part) + num_sequences,
+        num_kv_heads * -(-group // plan.group_part),
+        num_splits,
+    )
+    with torch.cuda.device_of(q):
+        paged_attention_kernel[grid](
+            q,
+            key_cache,
+            value_cache,
+            parts,
+            log_sums,
+            batch.block_tables,
+            batch.query_start,
+            batch.seq_lens,
+            factor,
+            num_sequences,
+            table_stride,
+            q.stride(),
+            key_cache.stride(),
+            value_cache.stride(),
+            NUM_QUERY_HEADS=num_query_heads,
+            GROUP=group,
+            GROUP_PART=plan.group_part,
+            HEAD_DIM=head_dim,
+            BLOCK_SIZE=block_size,
+            BLOCK_M=tiles.rows,
+            BLOCK_N=tiles.keys,
+            BLOCK_D=block_d,
+            NUM_SPLITS=num_splits,
+            MIN_SPLIT=plan.min_split,
+            SIGN=sign,
+            num_warps=tiles.num_warps,
+            num_stages=tiles.num_stages,
+        )
+        if num_splits > 1:
+            combine_kernel[(num_tokens * num_query_heads,)](
+                parts,
+                log_sums,
+                out,
+                HEAD_DIM=head_dim,
+                BLOCK_D=block_d,
+                NUM_PARTS=num_splits,
+                num_warps=8 if num_splits * block_d > _COMBINE_ELEMENTS else 4,
+            )
+
+
+def _split_scale(scale: float) -> tuple[int, float]:
+    """The scale as a sign for q and a positive float32 factor for scores to the base 2.
+
+    The kernel takes a row's maximum before it scales, which only a positive factor leaves alone.
+    """
+    factor = abs(scale) * math.log2(math.e)
+    if factor < _SMALLEST_FACTOR:
+        return 0, 1.0
+    return (1 if scale > 0 else -1), factor

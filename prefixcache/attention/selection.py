@@ -1,0 +1,199 @@
+"""Which tiles and how many splits the Triton kernels run with: the one place that decides.
+
+From shapes, dtype and architecture alone, so that nothing is tuned while a daemon serves. Imports
+no triton. Pure, but for asking torch about a device once.
+
+The tables hold what was found by compiling ahead of time with triton 3.7.1 and reading the machine
+code: tensor-core instructions, spills, and the most registers that any group, with splits or
+without, took. No entry has been timed on a device yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from types import MappingProxyType
+
+import torch
+
+_MAX_SPLITS = 64  # `combine` joins so many in one program's registers
+_SPLIT_STEP = 4  # each count is a kernel to compile, and a split without keys costs next to nothing
+_WARPS_OF_A_CORE = 12  # of these kernels, whose registers bound it: 150 to 180 a thread
+_TILES_OF_A_SPLIT = 4  # below that, starting a program costs more than its share of the reading
+_SMALLEST_DOT = 16  # tl.dot takes no smaller side
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """How much one program of `paged_attention` computes at a time, and with what."""
+
+    rows: int
+    """Of the query matrix: tokens x heads of a group. A power of two >= 16."""
+    keys: int
+    """Of one step. A power of two >= 16."""
+    num_warps: int
+    num_stages: int
+    """Steps whose K/V are in shared memory or on their way at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """An entry of a table: the first one whose limits hold is taken. None is no limit."""
+
+    max_rows: int | None
+    """Tokens of the longest query times the group."""
+    max_head_dim: int | None
+    """After padding."""
+    max_element_bytes: int | None
+    tiles: Tiles
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Shapes:
+    """What is known of a call on the host without reading a length of its contexts."""
+
+    num_tokens: int
+    num_sequences: int
+    longest_query: int
+    """Tokens; an upper bound will do."""
+    max_seq_len: int
+    """Tokens that the block tables have entries for."""
+    num_query_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One launch of `paged_attention`."""
+
+    tiles: Tiles
+    group_part: int
+    """Heads of a group that one program computes: all of them if they fit into its rows."""
+    num_splits: int
+    """Runs that a sequence's keys are cut into at most; a power of two."""
+    min_split: int
+    """Keys below which a run is not cut further; a multiple of `tiles.keys`."""
+
+
+_FLOAT32 = (
+    Rule(16, 128, 4, Tiles(16, 32, 8, 3), "no tensor cores; 70 registers, with 4 warps 148 spills"),
+    Rule(None, 128, 4, Tiles(32, 16, 8, 3), "90 registers; 32 keys: 105 spills"),
+    Rule(None, 256, 4, Tiles(16, 16, 8, 3), "100 registers"),
+)
+_SMALLEST = Tiles(16, 16, 8, 1)
+_LARGE_HEADS = Rule(None, None, None, _SMALLEST, "over 256 elements: the smallest tiles there are")
+
+TABLES: Mapping[str, tuple[Rule, ...]] = MappingProxyType(
+    {
+        # At most 68 KiB of shared memory, so that cards with 99 KiB can take the table too.
+        "sm_80": (
+            Rule(16, 128, 2, Tiles(16, 64, 4, 3), "memory bound: three programs a core fit"),
+            Rule(16, 256, 2, Tiles(16, 32, 8, 3), "128 registers; 4 warps: 6 spills"),
+            # 128 rows: 15 to 24 spills with splits or a group that is no power of two.
+            Rule(None, 128, 2, Tiles(64, 64, 8, 3), "190 registers; 4 warps: 45 spills"),
+            Rule(None, 256, 2, Tiles(64, 32, 8, 2), "234 registers; more rows or keys spill"),
+            *_FLOAT32,
+            _LARGE_HEADS,
+        ),
+        "sm_90": (
+            Rule(16, 128, 2, Tiles(16, 64, 4, 3), "memory bound: three programs a core fit"),
+            Rule(16, 256, 2, Tiles(16, 32, 4, 3), "188 registers; half the keys, the same bytes"),
+            Rule(64, 128, 2, Tiles(64, 64, 4, 3), "one warp group: HGMMA, 244 registers, 81 KiB"),
+            Rule(None, 128, 2, Tiles(128, 64, 8, 3), "two warp groups: HGMMA, 220 registers"),
+            Rule(64, 256, 2, Tiles(64, 64, 8, 2), "HGMMA, 255 registers, 160 KiB"),
+            Rule(None, 256, 2, Tiles(128, 32, 8, 2), "HGMMA, 255 registers; 64 keys: 12 spills"),
+            *_FLOAT32,
+            _LARGE_HEADS,
+        ),
+        "sm_100": (
+            Rule(16, 128, 2, Tiles(16, 64, 4, 3), "memory bound: three programs a core fit"),
+            Rule(16, 256, 2, Tiles(16, 32, 4, 3), "186 registers; half the keys, the same bytes"),
+            Rule(64, 128, 2, Tiles(64, 64, 8, 3), "tcgen05, 119 registers; 4 warps: more code"),
+            Rule(None, 128, 2, Tiles(128, 64, 8, 3), "tcgen05, 212 registers, 97 KiB"),
+            # 128 rows of 32 keys: 50 spills with splits and a group that is no power of two.
+            Rule(None, 256, 2, Tiles(64, 64, 8, 2), "tcgen05, 200 registers; 32 keys: 12 spills"),
+            *_FLOAT32,
+            _LARGE_HEADS,
+        ),
+        # 64 KiB of shared memory.
+        "gfx942": (
+            Rule(16, 128, 2, Tiles(16, 32, 4, 2), "16 KiB: four programs a core; 64 keys: two"),
+            Rule(16, 256, 2, Tiles(16, 32, 4, 2), "172 registers, 32 KiB"),
+            Rule(64, 128, 2, Tiles(64, 32, 4, 2), "180 registers; 64 keys: 242"),
+            Rule(None, 128, 2, Tiles(128, 32, 8, 2), "159 registers, 32 KiB"),
+            Rule(None, 256, 2, Tiles(64, 32, 8, 1), "195 registers"),
+            Rule(16, 128, 4, Tiles(16, 32, 8, 1), "165 registers"),
+            Rule(None, 128, 4, Tiles(32, 16, 8, 1), "118 registers"),
+            Rule(None, 256, 4, Tiles(16, 16, 8, 1), "157 registers"),
+            Rule(None, None, None, _SMALLEST, "over 256 elements; float32 of 512: 129 spills"),
+        ),
+        "interpreter": (
+            Rule(None, None, None, Tiles(16, 16, 1, 1), "short tests then cross several tiles"),
+        ),
+    }
+)
+"""Rules by architecture: a CUDA one, `gfx942` for all of ROCm, or triton's interpreter."""
+
+
+def choose_plan(shapes: Shapes, architecture: str, cores: int) -> Plan:
+    """The plan for a call on a device with so many cores (multiprocessors).
+
+    Splits are for calls whose programs leave cores idle; few tokens with long contexts.
+    """
+    group = shapes.num_query_heads // shapes.num_kv_heads
+    rows = shapes.longest_query * group
+    tiles = _find_rule(shapes, architecture, rows).tiles
+    group_parts = -(-group // tiles.rows)
+    group_part = -(-group // group_parts)
+    parts = max(shapes.num_sequences, shapes.num_tokens // (tiles.rows // group_part))
+    programs = parts * shapes.num_kv_heads * group_parts
+    wanted = cores * max(1, _WARPS_OF_A_CORE // tiles.num_warps)
+    min_split = tiles.keys * _TILES_OF_A_SPLIT
+    num_splits = 1
+    while (
+        num_splits < _MAX_SPLITS
+        and programs * num_splits < wanted
+        and min_split * num_splits < shapes.max_seq_len
+    ):
+        num_splits *= _SPLIT_STEP
+    return Plan(tiles, group_part, num_splits, min_split)
+
+
+def padded_head_dim(head_dim: int) -> int:
+    """The power of two that a tile has elements: its surplus is masked."""
+    return max(_SMALLEST_DOT, 1 << (head_dim - 1).bit_length())
+
+
+@cache
+def architecture_of(device: torch.device) -> str:
+    """The key of `TABLES` for a device."""
+    if device.type != "cuda":
+        return "interpreter"
+    if torch.version.hip is not None:
+        return "gfx942"
+    major, _ = torch.cuda.get_device_capability(device)
+    # 12.x are cards for desktops: tensor cores and shared memory (99 KiB) like those of 8.x.
+    return {9: "sm_90", 10: "sm_100", 11: "sm_100"}.get(major, "sm_80")
+
+
+@cache
+def num_cores(device: torch.device) -> int:
+    """Multiprocessors of a device; 1 where triton's interpreter runs."""
+    if device.type != "cuda":
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _find_rule(shapes: Shapes, architecture: str, rows: int) -> Rule:
+    head_dim = padded_head_dim(shapes.head_dim)
+    return next(
+        rule
+        for rule in TABLES[architecture]
+        if (rule.max_rows is None or rows <= rule.max_rows)
+        and (rule.max_head_dim is None or head_dim <= rule.max_head_dim)
+        and (rule.max_element_bytes is None or shapes.dtype.itemsize <= rule.max_element_bytes)
+    )

@@ -1,0 +1,189 @@
+"""Which kernels are compiled, as their launchers would launch them on each target.
+
+A new kernel needs an entry in `CASES` and a run of `python -m tests.aot --record`. Tiles come from
+`selection` and the launchers, so that what is compiled here is what runs there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from prefixcache.attention import copy_blocks, write_kv
+from prefixcache.attention.kernels.combine import combine_kernel
+from prefixcache.attention.kernels.copy_blocks import copy_blocks_kernel
+from prefixcache.attention.kernels.paged_attention import paged_attention_kernel
+from prefixcache.attention.kernels.write_kv import write_kv_kernel
+from prefixcache.attention.selection import Shapes, choose_plan, padded_head_dim
+
+# A pool's strides are multiples of 16 elements, and a head's elements stand together.
+CACHE_STRIDES = ("i32:16", "i32:16", "i32:16", 1)
+TOKEN_STRIDES = ("i32:16", "i32:16", 1)
+CORES = {"sm_80": 108, "sm_90": 132, "sm_100": 148, "gfx942": 304}
+TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """Arguments as `compile_kernel` wants them, and the options of the launch."""
+
+    arguments: Mapping[str, Any]
+    num_warps: int = 4
+    num_stages: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Ceiling:
+    """Spills that are put up with."""
+
+    spills: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A kernel with the shapes of one use."""
+
+    name: str
+    kernel: Any
+    launch_on: Callable[[str], Launch]
+    """The launch on a target."""
+    moves_only: bool = False
+    """Copies memory: every store is 16 bytes wide."""
+    has_dots: bool = False
+    """Multiplies matrices of 16-bit floats: on tensor cores, from K/V loaded asynchronously."""
+    ceilings: Mapping[str, Ceiling] = field(default_factory=dict)
+    """By target; elsewhere nothing may spill."""
+
+
+def _write_kv(dtype: str, head_dim: int) -> Launch:
+    block_d = 1 << (head_dim - 1).bit_length()
+    return Launch(
+        {
+            "key_cache": f"*{dtype}:16",
+            "value_cache": f"*{dtype}:16",
+            "k": f"*{dtype}:16",
+            "v": f"*{dtype}:16",
+            "slot_mapping": "*i64:16",
+            "num_rows": "i32",
+            "key_cache_strides": CACHE_STRIDES,
+            "value_cache_strides": CACHE_STRIDES,
+            "k_strides": TOKEN_STRIDES,
+            "v_strides": TOKEN_STRIDES,
+            "NUM_HEADS": 8,
+            "BLOCK_SIZE": 16,
+            "HEAD_DIM": head_dim,
+            "BLOCK_D": block_d,
+            "TILE_ROWS": write_kv.TILE_ELEMENTS // block_d,
+        }
+    )
+
+
+def _copy_blocks() -> Launch:
+    return Launch(
+        {
+            "sources": "*i32:16",
+            "destinations": "*i32:16",
+            "source_ids": "*i64",
+            "destination_ids": "*i64",
+            "block_words": "i32:16",
+            "TILE_WORDS": copy_blocks.TILE_BYTES // 4,
+        }
+    )
+
+
+def _combine() -> Launch:
+    return Launch(
+        {
+            "parts": "*fp32:16",
+            "log_sums": "*fp32:16",
+            "out": "*bf16:16",
+            "HEAD_DIM": 128,
+            "BLOCK_D": 128,
+            "NUM_PARTS": 32,
+        }
+    )
+
+
+def _attention(shapes: Shapes, target: str) -> Launch:
+    plan = choose_plan(shapes, target, CORES[target])
+    dtype = TYPES[shapes.dtype]
+    arguments = {
+        "q": f"*{dtype}:16",
+        "key_cache": f"*{dtype}:16",
+        "value_cache": f"*{dtype}:16",
+        "out": "*fp32:16" if plan.num_splits > 1 else f"*{dtype}:16",
+        "log_sums": "*fp32:16" if plan.num_splits > 1 else None,
+        "block_tables": "*i32:16",
+        "query_start": "*i32:16",
+        "seq_lens": "*i32:16",
+        "scale": "fp32",
+        "num_sequences": "i32",
+        "table_stride": "i32",
+        "q_strides": TOKEN_STRIDES,
+        "key_strides": CACHE_STRIDES,
+        "value_strides": CACHE_STRIDES,
+        "NUM_QUERY_HEADS": shapes.num_query_heads,
+        "GROUP": shapes.num_query_heads // shapes.num_kv_heads,
+        "GROUP_PART": plan.group_part,
+        "HEAD_DIM": shapes.head_dim,
+        "BLOCK_SIZE": 16,
+        "BLOCK_M": plan.tiles.rows,
+        "BLOCK_N": plan.tiles.keys,
+        "BLOCK_D": padded_head_dim(shapes.head_dim),
+        "NUM_SPLITS": plan.num_splits,
+        "MIN_SPLIT": plan.min_split,
+        "SIGN": 1,
+    }
+    return Launch(arguments, plan.tiles.num_warps, plan.tiles.num_stages)
+
+
+def _attention_case(
+    name: str,
+    dtype: torch.dtype,
+    head_dim: int,
+    group: int,
+    longest_query: int = 1,
+    num_sequences: int = 64,
+    ceilings: Mapping[str, Ceiling] | None = None,
+) -> Case:
+    """8 KV heads over 8k tokens; `name` is completed by dtype, head dim and group."""
+    shapes = Shapes(
+        num_tokens=num_sequences * longest_query,
+        num_sequences=num_sequences,
+        longest_query=longest_query,
+        max_seq_len=8192,
+        num_query_heads=8 * group,
+        num_kv_heads=8,
+        head_dim=head_dim,
+        dtype=dtype,
+    )
+    return Case(
+        f"{name} {TYPES[dtype]} D{head_dim} G{group}",
+        paged_attention_kernel,
+        lambda target: _attention(shapes, target),
+        has_dots=dtype != torch.float32,
+        ceilings=ceilings or {},
+    )
+
+
+CASES = (
+    Case("copy_blocks", copy_blocks_kernel, lambda _: _copy_blocks(), moves_only=True),
+    Case("write_kv bf16 D128", write_kv_kernel, lambda _: _write_kv("bf16", 128), moves_only=True),
+    Case("write_kv fp32 D80", write_kv_kernel, lambda _: _write_kv("fp32", 80), moves_only=True),
+    Case("combine bf16 D128", combine_kernel, lambda _: _combine()),
+    _attention_case("decode", torch.bfloat16, 128, 4),
+    _attention_case("decode, split", torch.bfloat16, 128, 4, num_sequences=1),
+    _attention_case("decode", torch.float16, 80, 7),
+    _attention_case("decode", torch.bfloat16, 256, 8),
+    _attention_case("decode", torch.float32, 64, 1),
+    _attention_case("drafts", torch.bfloat16, 128, 8, longest_query=4),
+    _attention_case("drafts", torch.bfloat16, 256, 8, longest_query=4),
+    _attention_case("prefill", torch.bfloat16, 128, 4, longest_query=2048, num_sequences=4),
+    _attention_case("prefill", torch.float16, 96, 7, longest_query=2048, num_sequences=4),
+    _attention_case("prefill", torch.bfloat16, 256, 2, longest_query=2048, num_sequences=4),
+    _attention_case("prefill", torch.float32, 128, 4, longest_query=2048, num_sequences=4),
+)

@@ -1,0 +1,131 @@
+"""Prefill and decode of the engine through the kernels: float64, and what the CPU path gives."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+
+from prefixcache.attention import paged_attention as launcher
+from prefixcache.attention.decode import decode
+from prefixcache.attention.prefill import prefill
+from prefixcache.core.sequence import AppendRow
+from prefixcache.errors import InvalidArgumentError
+from prefixcache.server.daemon import CacheOptions, Daemon, ModelOptions
+from prefixcache.storage.layout import KVLayout
+from prefixcache.types import NO_EXTRA_KEYS, HostTensor
+from tests.attention.paged_cases import make_case
+from tests.support.tolerances import ABSOLUTE, RELATIVE, assert_close
+from tests.support.toy_model import ToyModel, poison
+
+OWNER = b"the only client"
+NUM_LAYERS, BLOCK_SIZE = 2, 4
+
+
+@dataclass
+class Turn:
+    """One sequence and the model's tokens in it."""
+
+    sequence_id: int
+    tokens: list[int]
+    cached: int
+
+
+class Conversation:
+    """Calls of a client on an engine of its own; `outputs` are those of all calls so far."""
+
+    def __init__(self, dtype: str) -> None:
+        layout = KVLayout(NUM_LAYERS, 2, 16, BLOCK_SIZE, dtype)
+        cache = CacheOptions(num_blocks=32, block_size=BLOCK_SIZE)
+        self.daemon = Daemon(cache, ModelOptions(layout=layout))
+        self.model = ToyModel(layout, num_query_heads=6)
+        self.outputs: list[torch.Tensor] = []
+
+    def begin(self, tokens: Sequence[int]) -> Turn:
+        sequences = self.daemon.sequences
+        prompt = sequences.prepare(np.array(tokens, np.uint32), NO_EXTRA_KEYS)
+        with sequences.lock:
+            result = sequences.allocate(OWNER, "", prompt)
+        poison(self.daemon)
+        return Turn(result.sequence_id, list(tokens), result.num_cached_tokens)
+
+    def append(self, turn: Turn, tokens: Sequence[int]) -> None:
+        row = AppendRow(turn.sequence_id, len(turn.tokens), np.array(tokens, np.uint32))
+        self.daemon.engine.append(OWNER, [row])
+        turn.tokens += tokens
+
+    def free(self, turn: Turn) -> None:
+        with self.daemon.sequences.lock:
+            self.daemon.sequences.free(OWNER, [turn.sequence_id])
+
+    def attend(self, name: str, pieces: Sequence[tuple[Turn, int, int]]) -> None:
+        """Tokens [start, end) of each sequence through all layers, checked against float64."""
+        columns = [[t.sequence_id for t, _, _ in pieces], [s for _, s, _ in pieces]]
+        columns.append([end - start for _, start, end in pieces])
+        for layer in range(NUM_LAYERS):
+            q, k, v, exact = (
+                torch.cat([of(layer, turn.tokens[:end], start) for turn, start, end in pieces])
+                for of in (self.model.q, self.model.k, self.model.v, self.model.exact)
+            )
+            call = getattr(self.daemon.engine, name)
+            reply = call(OWNER, layer, tuple(columns), tuple(map(to_host, (q, k, v))), None)
+            out = torch.frombuffer(bytearray(reply.data), dtype=q.dtype).view(reply.shape)
+            assert_close(out, exact)
+            self.outputs.append(out)
+
+
+def to_host(tensor: torch.Tensor) -> HostTensor:
+    data = tensor.contiguous().view(torch.uint8).numpy().tobytes()
+    return HostTensor(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), data)
+
+
+def two_prompts_that_share_a_prefix(dtype: str) -> list[torch.Tensor]:
+    talk = Conversation(dtype)
+    system = list(range(100, 116))
+    first = talk.begin([*system, *range(7)])
+    talk.attend("prefill", [(first, 0, 13)])
+    talk.attend("prefill", [(first, 13, 23)])
+    second = talk.begin([*system, 9, 8])
+    assert second.cached == 16
+    talk.append(first, [50])
+    talk.attend("prefill", [(second, 16, 18), (first, 23, 24)])  # a prompt and a decode in one
+    talk.append(first, [51])
+    talk.append(second, [60, 61, 62])
+    talk.attend("decode", [(first, 24, 25), (second, 18, 21)])  # one token, and three drafts
+    talk.free(first)
+    whole = talk.begin(system)
+    assert whole.cached == 15  # the last token is computed again, and nothing written
+    talk.attend("prefill", [(whole, 15, 16)])
+    return talk.outputs
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_a_conversation_through_the_kernels_equals_the_cpu_path(
+    dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launches = []
+    launch = launcher.launch
+    monkeypatch.setattr(launcher, "launch", lambda *a: (launches.append(1), launch(*a)))
+    through_triton = two_prompts_that_share_a_prefix(dtype)
+    assert len(launches) == len(through_triton) == 5 * NUM_LAYERS
+    monkeypatch.delenv("TRITON_INTERPRET")
+    through_torch = two_prompts_that_share_a_prefix(dtype)
+    assert len(launches) == len(through_triton)
+    for one, other in zip(through_triton, through_torch, strict=True):
+        torch.testing.assert_close(
+            one, other, rtol=2 * RELATIVE[one.dtype], atol=2 * ABSOLUTE[one.dtype]
+        )
+
+
+@pytest.mark.parametrize("launch", [prefill, decode])
+def test_bad_arguments_are_refused_as_on_cpu(launch) -> None:
+    assert os.environ["TRITON_INTERPRET"] == "1"
+    case = make_case([5], [1])
+    with pytest.raises(InvalidArgumentError, match="scale"):
+        launch(case.q, case.key_cache, case.value_cache, case.batch, float("nan"))
+    with pytest.raises(InvalidArgumentError, match="q"):
+        launch(case.q[:, :3], case.key_cache, case.value_cache, case.batch, 1.0)
