@@ -196,8 +196,9 @@ def test_a_call_whose_caller_gave_up_before_a_worker_was_free_changes_nothing() 
         connected(running.target) as stubs,
     ):
         sequences = running.daemon.sequences
-        with sequences.lock:
+        with held(sequences, "stats") as gate:
             working = stubs.start("GetStats", METHODS["GetStats"].request())
+            gate.wait()
             request = cache_pb2.AllocateRequest(owner=b"o" * 16, token_ids=range(10))
             with pytest.raises(Refused) as caught:
                 stubs.call("Allocate", request, timeout_s=0.3)
@@ -205,7 +206,7 @@ def test_a_call_whose_caller_gave_up_before_a_worker_was_free_changes_nothing() 
             # The daemon counts a deadline from the arrival of the call. Once a later call has
             # passed its own here, the first has passed its there.
             with pytest.raises(Refused):
-                stubs.call("GetStats", METHODS["GetStats"].request(), timeout_s=0.3)
+                stubs.call("Lookup", cache_pb2.LookupRequest(token_ids=[1]), timeout_s=0.3)
         stubs.finish(working)
         # The only worker takes calls in turn: after this one, it is through with the other.
         stats = stubs.stats()
