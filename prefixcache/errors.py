@@ -9,7 +9,7 @@ PrefixCacheError
 │   └── RequestIdConflictError      request_id was used for other content
 ├── FailedPreconditionError
 │   ├── WrongPositionError          the call does not continue where the sequence stands
-│   ├── CommitBeyondTokensError     more tokens committed, or run, than the sequence has room for
+│   ├── BeyondTokensError     more tokens committed, or run, than the sequence has room for
 │   ├── NotComputedError            Fork of a sequence with tokens still to compute
 │   ├── BlocksInUseError            reset without force while blocks are referenced
 │   ├── FingerprintMismatchError    the client was built for another layout or model
@@ -37,9 +37,9 @@ from typing import ClassVar, Self
 __all__ = [
     "AbortedError",
     "AlreadyExistsError",
+    "BeyondTokensError",
     "BlocksInUseError",
     "CancelledCallError",
-    "CommitBeyondTokensError",
     "DeadlineExceededError",
     "DrainingError",
     "ExceedsPoolError",
@@ -151,8 +151,8 @@ class WrongPositionError(FailedPreconditionError):
         )
 
 
-class CommitBeyondTokensError(FailedPreconditionError):
-    reason = "COMMIT_BEYOND_TOKENS"
+class BeyondTokensError(FailedPreconditionError):
+    reason = "BEYOND_TOKENS"
 
     def __init__(self, sequence_id: int, given: int, limit: int) -> None:
         super().__init__(

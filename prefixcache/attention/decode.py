@@ -23,6 +23,8 @@ from prefixcache.attention.sequence_kv import BlockReader, used_block_ids
 
 FEW_TOKENS = 16
 """New tokens of a sequence up to which streaming is the faster way."""
+MAX_SCORES = 2**26
+"""Scores of a sequence, heads x new tokens x context, that are held at a time: 256 MiB."""
 _TILE_ELEMENTS = 2**20  # of a K or V tile; 4 MiB in float32
 
 
@@ -61,7 +63,7 @@ def decode(
             continue
         block_ids = used_block_ids(batch.block_tables[sequence], seq_len, block_size, q.device)
         queries = q[first:end]
-        if end - first > FEW_TOKENS:
+        if end - first > FEW_TOKENS or queries.shape[1] * (end - first) * seq_len > MAX_SCORES:
             attend_many(queries, key_cache, value_cache, block_ids, seq_len, scale, out[first:end])
         else:
             tiles = block_ids.split(tile_blocks)

@@ -127,7 +127,7 @@ def make_rows(snapshot: PoolStats, rates: Rates | None = None) -> Rows:
             f"{s.prefill_tokens_computed:,} computed, {s.prefill_tokens_cached:,} cached",
         ),
         ("evictions", f"{s.evictions:,}"),
-        ("refused", f"{s.allocation_refused:,} allocations, {s.appends_refused:,} appends"),
+        ("refused", f"{s.allocation_refused:,} allocations, {s.append_refused:,} appends"),
         ("expired", f"{s.expired_sequences:,} sequences"),
         ("resets", f"{s.resets:,}"),
     ]

@@ -271,7 +271,7 @@ class AsyncClient:
 
         Each layer goes on where it stands; a prompt may come in chunks. One bad row fails the
         whole call before anything is written: SequenceNotFoundError, SequenceBusyError,
-        WrongPositionError, CommitBeyondTokensError, NoStorageError or InvalidArgumentError.
+        WrongPositionError, BeyondTokensError, NoStorageError or InvalidArgumentError.
         """
         call = attention_calls.prefill(
             self._owner, layer, _states(sequences), num_tokens, (q, k, v), scale

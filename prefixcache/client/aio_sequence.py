@@ -81,7 +81,7 @@ class AsyncSequence(SequenceView):
         """So many more tokens have their K/V in all layers: full blocks become findable.
 
         Only for a daemon without K/V storage, else StorageOwnedError. Raises
-        CommitBeyondTokensError, SequenceBusyError or WrongPositionError.
+        BeyondTokensError, SequenceBusyError or WrongPositionError.
         """
         call = sequence_calls.commit_one(self._client._owner, self._state, num_computed_tokens)
         return await self._client._call(call, timeout_s)

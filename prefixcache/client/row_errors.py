@@ -6,7 +6,7 @@ One table; a row carries no message and fewer numbers than a status does. Pure f
 from __future__ import annotations
 
 from prefixcache.errors import (
-    CommitBeyondTokensError,
+    BeyondTokensError,
     ExceedsPoolError,
     InternalError,
     InvalidArgumentError,
@@ -31,7 +31,7 @@ ROW_ERRORS: dict[ResultCode, tuple[type[PrefixCacheError], str]] = {
         ExceedsPoolError,
         "needs more blocks than the whole pool has; no retry can succeed",
     ),
-    ResultCode.BEYOND_TOKENS: (CommitBeyondTokensError, "has fewer tokens than that"),
+    ResultCode.BEYOND_TOKENS: (BeyondTokensError, "has fewer tokens than that"),
 }
 
 

@@ -78,7 +78,7 @@ class Sequence(SequenceView):
         """So many more tokens have their K/V in all layers: full blocks become findable.
 
         Only for a daemon without K/V storage, else StorageOwnedError. Raises
-        CommitBeyondTokensError, SequenceBusyError or WrongPositionError.
+        BeyondTokensError, SequenceBusyError or WrongPositionError.
         """
         call = sequence_calls.commit_one(self._client._owner, self._state, num_computed_tokens)
         return self._client._call(call, timeout_s)

@@ -24,7 +24,7 @@ from prefixcache.core.sequence import (
     uint32_array,
 )
 from prefixcache.errors import (
-    CommitBeyondTokensError,
+    BeyondTokensError,
     ExceedsPoolError,
     NoRoomError,
     SequenceBusyError,
@@ -147,7 +147,7 @@ def attention_row(
 ) -> AttentionRow:
     """What an attention call of one layer may do with a sequence. Changes nothing.
 
-    Raises SequenceBusyError, WrongPositionError or CommitBeyondTokensError. The layer's last
+    Raises SequenceBusyError, WrongPositionError or BeyondTokensError. The layer's last
     applied call once more gets a row that writes nothing.
     """
     if sequence.is_copying or layer in sequence.running_layers:
@@ -158,7 +158,7 @@ def attention_row(
         check_position(sequence, start, computed)
         limit = sequence.num_tokens + sequence.num_lookahead_tokens
         if end > limit:
-            raise CommitBeyondTokensError(sequence.sequence_id, end, limit)
+            raise BeyondTokensError(sequence.sequence_id, end, limit)
     return AttentionRow(
         sequence=sequence,
         start_position=start,

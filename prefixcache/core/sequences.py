@@ -34,8 +34,8 @@ from prefixcache.core.sequence import (
 )
 from prefixcache.core.stats import Counters, PoolStats
 from prefixcache.errors import (
+    BeyondTokensError,
     BlocksInUseError,
-    CommitBeyondTokensError,
     ExceedsPoolError,
     InvalidArgumentError,
     NoRoomError,
@@ -66,7 +66,7 @@ _RESULT_CODES: dict[type[PrefixCacheError], ResultCode] = {
     SequenceBusyError: ResultCode.BUSY,
     NoRoomError: ResultCode.NO_ROOM,
     ExceedsPoolError: ResultCode.EXCEEDS_POOL,
-    CommitBeyondTokensError: ResultCode.BEYOND_TOKENS,
+    BeyondTokensError: ResultCode.BEYOND_TOKENS,
 }
 
 
@@ -203,7 +203,7 @@ class Sequences:
             reply = growth.append(self.pool, self.hasher, sequence, row)
         except PrefixCacheError as error:
             if isinstance(error, (NoRoomError, ExceedsPoolError)):
-                self.counters.appends_refused += 1
+                self.counters.append_refused += 1
             return AppendResult(_RESULT_CODES[type(error)])
         self._applied(sequence, call, reply)
         growth.commit(self.pool, sequence)
@@ -245,7 +245,7 @@ class Sequences:
             growth.check_position(sequence, row.start_position, sequence.num_computed)
             end = row.start_position + row.num_computed_tokens
             if end > sequence.num_tokens:
-                raise CommitBeyondTokensError(row.sequence_id, end, sequence.num_tokens)
+                raise BeyondTokensError(row.sequence_id, end, sequence.num_tokens)
         except PrefixCacheError as error:
             return CommitResult(_RESULT_CODES[type(error)])
         growth.release_copy_holds(self.pool, sequence)
@@ -344,7 +344,7 @@ class Sequences:
         """Check a whole batch, then hold its sequences until `end_attention`.
 
         A repeat of the last applied call of the layer gets a row that writes nothing. Raises
-        SequenceNotFoundError, SequenceBusyError, WrongPositionError, CommitBeyondTokensError, or
+        SequenceNotFoundError, SequenceBusyError, WrongPositionError, BeyondTokensError, or
         InvalidArgumentError for an id that stands twice.
         """
         self.live.touch(owner)

@@ -25,7 +25,7 @@ class Counters:
     resumed_queries_tokens: int = 0
     resumed_hit_tokens: int = 0
     allocation_refused: int = 0
-    appends_refused: int = 0
+    append_refused: int = 0
     resets: int = 0
     expired_sequences: int = 0
     prefill_tokens_computed: int = 0
@@ -60,7 +60,7 @@ class PoolStats:
     resumed_queries_tokens: int
     resumed_hit_tokens: int
     allocation_refused: int
-    appends_refused: int
+    append_refused: int
     resets: int
     expired_sequences: int
     prefill_tokens_computed: int

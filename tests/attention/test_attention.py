@@ -206,6 +206,20 @@ def test_long_contexts_take_several_tiles(
     assert_close(run(launch, case), case.exact())
 
 
+def test_decode_never_holds_more_scores_than_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call with very many query heads takes the way whose memory does not grow with them."""
+    case = make_case([0, 30], [1, 2])
+    monkeypatch.setattr(decode_module, "MAX_SCORES", case.q.shape[1])
+
+    def few(q: torch.Tensor, *rest: object) -> torch.Tensor:
+        assert len(q) == 1  # the second sequence has 2 x 32 scores a head
+        return attend_few(q, *rest)
+
+    attend_few = decode_module._attend_few
+    monkeypatch.setattr(decode_module, "_attend_few", few)
+    assert_close(run(decode, case), case.exact())
+
+
 def test_a_tile_is_never_less_than_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode_module, "_TILE_ELEMENTS", 1)
     case = make_case([9], [1])

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from prefixcache.errors import (
-    CommitBeyondTokensError,
+    BeyondTokensError,
     ExceedsPoolError,
     FingerprintMismatchError,
     InvalidArgumentError,
@@ -241,7 +241,7 @@ def test_a_batch_decodes_each_sequence_where_it_stands(client_kind):
         for layer in range(LAYERS):
             assert client.decode(layer, sequences, *_qkv(3)).shape == (3, HQ, D)
         assert [s.num_computed_tokens for s in sequences] == [4, 7, 11]
-        with pytest.raises(CommitBeyondTokensError):
+        with pytest.raises(BeyondTokensError):
             client.decode(0, sequences, *_qkv(3))
         client.free(sequences)
 

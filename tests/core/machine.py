@@ -43,7 +43,7 @@ REFUSALS = {
     ResultCode.BUSY: "SequenceBusyError",
     ResultCode.NO_ROOM: "NoRoomError",
     ResultCode.EXCEEDS_POOL: "ExceedsPoolError",
-    ResultCode.BEYOND_TOKENS: "CommitBeyondTokensError",
+    ResultCode.BEYOND_TOKENS: "BeyondTokensError",
 }
 TRUNKS = ([0] * 40, [0, 1] * 20, [1, 1, 0, 0, 2] * 8)
 

@@ -109,7 +109,7 @@ def test_refused_appends_have_a_counter_of_their_own() -> None:
     manager.append(held, [1], start=8)
     manager.append(held, [1], start=7)
     stats = manager.sequences.stats()
-    assert (stats.appends_refused, stats.allocation_refused) == (1, 0)
+    assert (stats.append_refused, stats.allocation_refused) == (1, 0)
 
 
 def test_sequences_are_listed_in_pages_oldest_first() -> None:

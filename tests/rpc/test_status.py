@@ -31,7 +31,7 @@ EXAMPLES = {
         errors.RequestIdConflictError("r"),
         errors.FailedPreconditionError("not now"),
         errors.WrongPositionError(7, 3, 4),
-        errors.CommitBeyondTokensError(7, 20, 10),
+        errors.BeyondTokensError(7, 20, 10),
         errors.NotComputedError(7, 3, 10),
         errors.BlocksInUseError(4),
         errors.FingerprintMismatchError(b"a", b"b"),

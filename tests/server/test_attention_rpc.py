@@ -448,7 +448,7 @@ def test_a_call_before_the_last_one_is_no_repeat(plain: Served, name: str) -> No
         (0, 3, "WRONG_POSITION"),
         (3, 1, "WRONG_POSITION"),
         (5, 1, "WRONG_POSITION"),
-        (4, 4, "COMMIT_BEYOND_TOKENS"),
+        (4, 4, "BEYOND_TOKENS"),
     ],
 )
 def test_one_bad_row_fails_the_whole_call_before_anything_is_written(

@@ -28,7 +28,7 @@ EXPECTED = {
     "SEQUENCE_NOT_FOUND",
     "WRONG_POSITION",
     "BLOCKS_IN_USE",
-    "COMMIT_BEYOND_TOKENS",
+    "BEYOND_TOKENS",
     "INVALID_ARGUMENT",  # a Truncate to a length that another thread has made too long
 }
 

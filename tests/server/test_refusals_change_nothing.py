@@ -82,7 +82,7 @@ class World:
         stats = {
             field.name: getattr(reply, field.name)
             for field in admin_pb2.GetStatsResponse.DESCRIPTOR.fields
-            if field.name not in ("uptime_s", "allocation_refused", "appends_refused")
+            if field.name not in ("uptime_s", "allocation_refused", "append_refused")
         }
         return {"stats": stats, "core": snapshot(self.daemon.sequences), "memory": self.memory()}
 
@@ -94,7 +94,7 @@ class World:
 
     def refusal_counters(self) -> dict[str, int]:
         stats = self.stubs.stats()
-        return {name: getattr(stats, name) for name in ("allocation_refused", "appends_refused")}
+        return {name: getattr(stats, name) for name in ("allocation_refused", "append_refused")}
 
     # ---- history
 
@@ -266,7 +266,7 @@ class World:
             "Append",
             changed(right, num_lookahead_tokens=[NUM_BLOCKS * BLOCK_SIZE]),
             codes=(cache_pb2.RESULT_CODE_EXCEEDS_POOL,),
-            counter="appends_refused",
+            counter="append_refused",
         )
         others = pool.num_referenced - len(sequence.block_table) - len(sequence.copy_holds)
         if others > 0:
@@ -275,7 +275,7 @@ class World:
                 "Append",
                 changed(right, num_lookahead_tokens=[room - n - 2 + 1]),
                 codes=(cache_pb2.RESULT_CODE_NO_ROOM,),
-                counter="appends_refused",
+                counter="append_refused",
             )
 
     def commit_refusals(self, peer: Peer, sequence: Sequence) -> Iterator[Refusal]:
@@ -325,7 +325,7 @@ class World:
                     again = (sequence_id, computed - 1, 2)
                     yield Refusal(name, call([again]), "WRONG_POSITION")
                 beyond = (sequence_id, computed, limit - computed + 1)
-                yield Refusal(name, call([beyond]), "COMMIT_BEYOND_TOKENS")
+                yield Refusal(name, call([beyond]), "BEYOND_TOKENS")
                 if computed < limit:
                     right = (sequence_id, computed, limit - computed)
                     yield from self.spoiled_refusals(name, layer, right, sequence)

@@ -145,7 +145,7 @@ def test_rows_of_append_without_room_have_a_counter_of_their_own(stubs: Stubs) -
     assert peer.append(sequence_id, 4, [1]).code == cache_pb2.RESULT_CODE_NO_ROOM
     assert peer.append(sequence_id, 3, [1]).code == cache_pb2.RESULT_CODE_WRONG_POSITION
     stats = checked(stubs)
-    assert (stats.appends_refused, stats.allocation_refused) == (1, 0)
+    assert (stats.append_refused, stats.allocation_refused) == (1, 0)
 
 
 def test_a_preempted_request_does_not_raise_the_hit_rate(stubs: Stubs) -> None:

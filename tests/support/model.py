@@ -140,7 +140,7 @@ class Model:
             (
                 *("requests", "queries_tokens", "hit_tokens", "queries_blocks", "hit_blocks"),
                 *("resumed_requests", "resumed_queries_tokens", "resumed_hit_tokens"),
-                *("allocation_refused", "appends_refused", "resets", "expired_sequences"),
+                *("allocation_refused", "append_refused", "resets", "expired_sequences"),
                 *("prefill_tokens_computed", "prefill_tokens_cached"),
             ),
             0,
@@ -242,7 +242,7 @@ class Model:
         new = old + len(tokens)
         num_blocks = self._blocks_of(new + lookahead)
         if num_blocks > len(self.blocks):
-            self.counts["appends_refused"] += 1
+            self.counts["append_refused"] += 1
             raise Refused("ExceedsPoolError")
         copy = None
         if new + lookahead > old and old % self.size:
@@ -252,7 +252,7 @@ class Model:
         added = max(0, num_blocks - len(sequence.table))
         ended = sum(self.blocks[block_id].refs == 1 for block_id in sequence.holds)
         if added + (copy is not None) > len(self.free_ids) + ended:
-            self.counts["appends_refused"] += 1
+            self.counts["append_refused"] += 1
             raise Refused("NoRoomError")
 
         self._end_holds(sequence)
@@ -284,7 +284,7 @@ class Model:
         if start != min(sequence.computed):
             raise Refused("WrongPositionError")
         if start + count > len(sequence.tokens):
-            raise Refused("CommitBeyondTokensError")
+            raise Refused("BeyondTokensError")
         self._end_holds(sequence)
         self.write_kv(sequence, 0, start, start + count)
         self._advance(sequence, 0, start + count)
@@ -410,7 +410,7 @@ class Model:
             if not repeat and start != computed:
                 raise Refused("WrongPositionError")
             if not repeat and end > len(sequence.tokens) + sequence.lookahead:
-                raise Refused("CommitBeyondTokensError")
+                raise Refused("BeyondTokensError")
             blocks = sequence.table[: self._blocks_of(end)]
             rows.append((end if repeat else sequence.first_writable, repeat, blocks))
         for name in names:

@@ -11,7 +11,7 @@ class GetStatsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetStatsResponse(_message.Message):
-    __slots__ = ("num_blocks", "block_size", "referenced", "evictable", "blank", "cached", "sequences", "owners", "slots_written", "evictions", "requests", "queries_tokens", "hit_tokens", "queries_blocks", "hit_blocks", "resumed_requests", "resumed_queries_tokens", "resumed_hit_tokens", "allocation_refused", "appends_refused", "resets", "expired_sequences", "prefill_tokens_computed", "prefill_tokens_cached", "uptime_s")
+    __slots__ = ("num_blocks", "block_size", "referenced", "evictable", "blank", "cached", "sequences", "owners", "slots_written", "evictions", "requests", "queries_tokens", "hit_tokens", "queries_blocks", "hit_blocks", "resumed_requests", "resumed_queries_tokens", "resumed_hit_tokens", "allocation_refused", "append_refused", "resets", "expired_sequences", "prefill_tokens_computed", "prefill_tokens_cached", "uptime_s")
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
     REFERENCED_FIELD_NUMBER: _ClassVar[int]
@@ -31,7 +31,7 @@ class GetStatsResponse(_message.Message):
     RESUMED_QUERIES_TOKENS_FIELD_NUMBER: _ClassVar[int]
     RESUMED_HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ALLOCATION_REFUSED_FIELD_NUMBER: _ClassVar[int]
-    APPENDS_REFUSED_FIELD_NUMBER: _ClassVar[int]
+    APPEND_REFUSED_FIELD_NUMBER: _ClassVar[int]
     RESETS_FIELD_NUMBER: _ClassVar[int]
     EXPIRED_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     PREFILL_TOKENS_COMPUTED_FIELD_NUMBER: _ClassVar[int]
@@ -56,13 +56,13 @@ class GetStatsResponse(_message.Message):
     resumed_queries_tokens: int
     resumed_hit_tokens: int
     allocation_refused: int
-    appends_refused: int
+    append_refused: int
     resets: int
     expired_sequences: int
     prefill_tokens_computed: int
     prefill_tokens_cached: int
     uptime_s: float
-    def __init__(self, num_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., referenced: _Optional[int] = ..., evictable: _Optional[int] = ..., blank: _Optional[int] = ..., cached: _Optional[int] = ..., sequences: _Optional[int] = ..., owners: _Optional[int] = ..., slots_written: _Optional[int] = ..., evictions: _Optional[int] = ..., requests: _Optional[int] = ..., queries_tokens: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., queries_blocks: _Optional[int] = ..., hit_blocks: _Optional[int] = ..., resumed_requests: _Optional[int] = ..., resumed_queries_tokens: _Optional[int] = ..., resumed_hit_tokens: _Optional[int] = ..., allocation_refused: _Optional[int] = ..., appends_refused: _Optional[int] = ..., resets: _Optional[int] = ..., expired_sequences: _Optional[int] = ..., prefill_tokens_computed: _Optional[int] = ..., prefill_tokens_cached: _Optional[int] = ..., uptime_s: _Optional[float] = ...) -> None: ...
+    def __init__(self, num_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., referenced: _Optional[int] = ..., evictable: _Optional[int] = ..., blank: _Optional[int] = ..., cached: _Optional[int] = ..., sequences: _Optional[int] = ..., owners: _Optional[int] = ..., slots_written: _Optional[int] = ..., evictions: _Optional[int] = ..., requests: _Optional[int] = ..., queries_tokens: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., queries_blocks: _Optional[int] = ..., hit_blocks: _Optional[int] = ..., resumed_requests: _Optional[int] = ..., resumed_queries_tokens: _Optional[int] = ..., resumed_hit_tokens: _Optional[int] = ..., allocation_refused: _Optional[int] = ..., append_refused: _Optional[int] = ..., resets: _Optional[int] = ..., expired_sequences: _Optional[int] = ..., prefill_tokens_computed: _Optional[int] = ..., prefill_tokens_cached: _Optional[int] = ..., uptime_s: _Optional[float] = ...) -> None: ...
 
 class ResetCacheRequest(_message.Message):
     __slots__ = ("force",)
