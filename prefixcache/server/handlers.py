@@ -17,6 +17,7 @@ from google.protobuf.message import DecodeError
 
 from prefixcache.errors import (
     CancelledCallError,
+    DeadlineExceededError,
     InternalError,
     InvalidArgumentError,
     PrefixCacheError,
@@ -66,9 +67,11 @@ def _handler(
     method: wire.Method, call: Callable[[Any], Any], boot_id: bytes
 ) -> Callable[[bytes, grpc.ServicerContext], Any]:
     def handle(data: bytes, context: grpc.ServicerContext) -> Any:
-        if not context.is_active() or context.time_remaining() == 0:
-            # Its caller has given up while it waited for a worker. Done now, an Allocate would
-            # make a sequence that nobody knows of. gRPC reports a passed deadline a little late.
+        # Its caller may have given up while it waited for a worker: done now, an Allocate would
+        # make a sequence that nobody knows of. gRPC reports a passed deadline a little late.
+        if context.time_remaining() == 0:
+            _abort(context, DeadlineExceededError("the deadline passed in the queue"), boot_id)
+        if not context.is_active():
             _abort(context, CancelledCallError("the call has ended before it began"), boot_id)
         try:
             return call(_parse(method, data))
