@@ -55,6 +55,7 @@ def run(config: ServeConfig) -> int:
             target=_sweep, args=(daemon.sequences, config.cache.owner_ttl, stop), name="sweeper"
         )
         sweeper.start()
+        resources.callback(stop.set)
         for warning in config.warnings:
             _log.warning(warning)
         _log_start(daemon, bound)
