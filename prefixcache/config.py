@@ -27,7 +27,7 @@ from pydantic_settings import (
 
 from prefixcache.address import Address, TcpAddress, parse_address
 from prefixcache.errors import InvalidArgumentError
-from prefixcache.sizes import format_size, parse_size
+from prefixcache.sizes import MAX_BLOCKS, format_size, parse_size
 
 ENV_PREFIX = "PREFIXCACHE_"
 DEFAULT_CPU_MEMORY_BYTES = 2**30
@@ -35,7 +35,6 @@ DEFAULT_GPU_MEMORY_FRACTION = 0.8
 MIN_SAFE_SEED_LENGTH = 16
 
 _MAX_GRPC_MESSAGE_BYTES = 2**31 - 1  # gRPC keeps the limit in a C int
-_MAX_BLOCKS = 2**31 - 1  # block ids are int32
 _MAX_BLOCK_SIZE = 1024
 _MAX_SECONDS = 1e9  # gRPC's clock takes no date after the year 9999
 
@@ -148,7 +147,7 @@ class PoolSection(Section):
         "manages blocks, and clients keep the K/V.",
     )
     num_blocks: int | None = _setting(
-        None, "Size of the pool, in blocks.", unit="blocks", ge=1, le=_MAX_BLOCKS
+        None, "Size of the pool, in blocks.", unit="blocks", ge=1, le=MAX_BLOCKS
     )
     memory: Size | None = _setting(
         None,

@@ -1,8 +1,14 @@
-"""Sizes in bytes as people write them: `4GiB`, `512MiB`, `500MB`, `1048576`. Pure functions."""
+"""Sizes: of a pool in blocks at most, and in bytes as people write them.
+
+`4GiB`, `512MiB`, `500MB`, `1048576`. Pure functions; imports nothing heavy, for the help needs it.
+"""
 
 from __future__ import annotations
 
 import re
+
+MAX_BLOCKS = 2**31 - 1
+"""Blocks of the largest pool: block ids are int32."""
 
 # 4Gi and 4GiB are 1024s, 4GB are 1000s; 4G could be either, so it is refused.
 _UNITS: dict[str, int] = {"": 1, "b": 1} | {

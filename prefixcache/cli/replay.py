@@ -31,6 +31,7 @@ from prefixcache.replay import (
     read_trace,
     replay_trace,
 )
+from prefixcache.sizes import MAX_BLOCKS
 
 if TYPE_CHECKING:
     from prefixcache.client import Client, ServerInfo
@@ -39,7 +40,6 @@ HashAlgorithmName = Literal["sha256_cbor", "xxhash_cbor", "xxh3"]
 
 UNBOUNDED = "inf"
 """The pool size that never evicts."""
-_MAX_BLOCKS = 2**31 - 1
 _TIMEOUT_S = 30.0
 _RULES = {"limit": "full", "dup": "first", "keyless": "front", "output": "none", "inflight": 1}
 """What the counts depend on, in the words of the block-granular simulator they are compared with:
@@ -134,10 +134,10 @@ def _pool_sizes(blocks: str | None) -> list[str]:
         raise typer.BadParameter("is needed without --target", param_hint="--blocks")
     sizes = [size.strip() for size in blocks.split(",")]
     for size in sizes:
-        is_number = re.fullmatch(r"[0-9]{1,10}", size) and 1 <= int(size) <= _MAX_BLOCKS
+        is_number = re.fullmatch(r"[0-9]{1,10}", size) and 1 <= int(size) <= MAX_BLOCKS
         if size != UNBOUNDED and not is_number:
             raise typer.BadParameter(
-                f"{size!r} is no pool size: 1 to {_MAX_BLOCKS}, or {UNBOUNDED}",
+                f"{size!r} is no pool size: 1 to {MAX_BLOCKS}, or {UNBOUNDED}",
                 param_hint="--blocks",
             )
     return sizes

@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import os
 import stat
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 
@@ -33,11 +34,10 @@ class SocketClaim:
             self._lock_fd = os.open(lock_path, flags, SOCKET_MODE)
         except OSError as error:
             raise InvalidArgumentError("listen", f"cannot open {lock_path}: {error}") from error
-        try:
+        with ExitStack() as undo:
+            undo.callback(os.close, self._lock_fd)
             self._claim()
-        except BaseException:
-            os.close(self._lock_fd)
-            raise
+            undo.pop_all()
 
     def _claim(self) -> None:
         try:

@@ -19,6 +19,7 @@ import os
 import torch
 
 from prefixcache.errors import InvalidArgumentError
+from prefixcache.sizes import MAX_BLOCKS
 from prefixcache.storage.host_memory import available_host_bytes
 from prefixcache.storage.layout import KVLayout
 
@@ -27,7 +28,6 @@ _DTYPES = {
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
 }
-_MAX_BLOCKS = 2**31 - 1  # block tables hold int32
 
 
 class PoolMemory:
@@ -38,10 +38,8 @@ class PoolMemory:
     """
 
     def __init__(self, layout: KVLayout, num_blocks: int, device: str = "cpu") -> None:
-        if not 1 <= num_blocks <= _MAX_BLOCKS:
-            raise InvalidArgumentError(
-                "num_blocks", f"must be in 1..{_MAX_BLOCKS}, is {num_blocks}"
-            )
+        if not 1 <= num_blocks <= MAX_BLOCKS:
+            raise InvalidArgumentError("num_blocks", f"must be in 1..{MAX_BLOCKS}, is {num_blocks}")
         self.layout = layout
         self.num_blocks = num_blocks
         self.device = torch.device(device)
