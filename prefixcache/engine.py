@@ -6,7 +6,6 @@ keep the blocks in place. Safe to call from many threads.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -20,10 +19,11 @@ from prefixcache.attention.write_kv import write_kv
 from prefixcache.core.sequence import AppendRow, AttentionTicket
 from prefixcache.core.sequences import Sequences
 from prefixcache.errors import InvalidArgumentError
+from prefixcache.storage.kv_cache import KVCache
 from prefixcache.storage.pool_memory import PoolMemory
-from prefixcache.types import AppendResult, HostTensor
+from prefixcache.types import AppendResult, AttentionOptions, HostTensor
 
-Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, AttentionBatch, float], torch.Tensor]
+Attend = Callable[[torch.Tensor, KVCache, AttentionBatch, AttentionOptions], torch.Tensor]
 
 
 class Engine:
@@ -61,7 +61,7 @@ class Engine:
         layer: int,
         columns: tuple[list[int], list[int], list[int]],
         tensors: tuple[HostTensor, HostTensor, HostTensor],
-        scale: float | None,
+        options: AttentionOptions,
     ) -> HostTensor:
         """Write K/V of new tokens of one layer and attend over all tokens so far.
 
@@ -70,7 +70,7 @@ class Engine:
         Raises InvalidArgumentError and the errors of `Sequences.begin_attention`; nothing has
         been written then.
         """
-        return self._attend(prefill, owner, layer, columns, tensors, scale)
+        return self._attend(prefill, owner, layer, columns, tensors, options)
 
     def decode(
         self,
@@ -78,10 +78,10 @@ class Engine:
         layer: int,
         columns: tuple[list[int], list[int], list[int]],
         tensors: tuple[HostTensor, HostTensor, HostTensor],
-        scale: float | None,
+        options: AttentionOptions,
     ) -> HostTensor:
         """`prefill` for one or a few tokens of each of many sequences."""
-        return self._attend(decode, owner, layer, columns, tensors, scale)
+        return self._attend(decode, owner, layer, columns, tensors, options)
 
     def _attend(
         self,
@@ -90,22 +90,20 @@ class Engine:
         layer: int,
         columns: tuple[list[int], list[int], list[int]],
         tensors: tuple[HostTensor, HostTensor, HostTensor],
-        scale: float | None,
+        options: AttentionOptions,
     ) -> HostTensor:
         layout = self.memory.layout
         if not 0 <= layer < layout.num_layers:
             raise InvalidArgumentError("layer", f"is {layer}, must be below {layout.num_layers}")
         q, k, v = self._check_tensors(tensors, sum(columns[2]))
-        if scale is None:
-            scale = 1.0 / math.sqrt(layout.head_dim)
         with self._sequences.lock:
             ticket = self._sequences.begin_attention(owner, layer, *columns)
         written = False
         try:
             batch = _batch_of(ticket, layout.block_size)
-            keys, values = self.memory.keys(layer), self.memory.values(layer)
-            write_kv(keys, values, k, v, batch.slot_mapping)
-            out = _to_host(attend(q, keys, values, batch, scale))
+            cache = self.memory.layer(layer)
+            write_kv(cache, k, v, batch.slot_mapping)
+            out = _to_host(attend(q, cache, batch, options))
             written = True
         finally:
             with self._sequences.lock:

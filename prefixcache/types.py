@@ -115,6 +115,31 @@ NO_EXTRA_KEYS = ExtraKeys()
 
 
 @dataclass(frozen=True, slots=True)
+class AttentionOptions:
+    """How attention weighs the tokens that a query sees. The defaults are plain attention.
+
+    A query at position p has for the key at position j <= p the score
+    `cap(scale * q·k) + slope * (j - p)`, and the weights are the softmax of the scores.
+    """
+
+    scale: float | None = None
+    """None is 1/sqrt(D); for latent K/V there is no default."""
+    window: int | None = None
+    """Tokens that a query sees, itself included: j > p - window. None is all."""
+    soft_cap: float | None = None
+    """`cap(s) = soft_cap * tanh(s / soft_cap)`; None is s itself (Gemma 2, arXiv 2408.00118)."""
+    alibi_slopes: tuple[float, ...] = ()
+    """One for each query head; empty is 0 (ALiBi, arXiv 2108.12409)."""
+    sinks: tuple[float, ...] = ()
+    """One for each query head: a score that takes its share of the weights and has no value (as in
+    gpt-oss, after arXiv 2309.17453). Empty is none."""
+
+    def scale_for(self, head_dim: int) -> float:
+        """The scale, or the default for keys of `head_dim` elements."""
+        return head_dim**-0.5 if self.scale is None else self.scale
+
+
+@dataclass(frozen=True, slots=True)
 class HostTensor:
     """A dense tensor in host memory: row-major, little-endian bytes.
 

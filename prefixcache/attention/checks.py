@@ -14,23 +14,21 @@ import torch
 
 from prefixcache.attention.batch import AttentionBatch
 from prefixcache.errors import InvalidArgumentError
+from prefixcache.storage.kv_cache import KVCache
+from prefixcache.types import AttentionOptions
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def check_write(
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    slot_mapping: npt.NDArray[np.int64],
+    cache: KVCache, k: torch.Tensor, v: torch.Tensor, slot_mapping: npt.NDArray[np.int64]
 ) -> None:
     """The arguments of `write_kv`."""
-    _check_caches(key_cache, value_cache)
-    num_blocks, num_kv_heads, block_size, head_dim = key_cache.shape
+    _check_cache(cache)
+    num_blocks, num_kv_heads, block_size, head_dim = cache.keys.shape
     expected = (len(slot_mapping), num_kv_heads, head_dim)
-    _check_like_cache("k", k, expected, key_cache)
-    _check_like_cache("v", v, expected, key_cache)
+    _check_like_cache("k", k, expected, cache.keys)
+    _check_like_cache("v", v, expected, cache.keys)
     _check_int_array("slot_mapping", slot_mapping, (len(slot_mapping),), np.int64)
     if len(slot_mapping) == 0:
         return
@@ -43,23 +41,19 @@ def check_write(
 
 
 def check_attention(
-    q: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    batch: AttentionBatch,
-    scale: float,
+    q: torch.Tensor, cache: KVCache, batch: AttentionBatch, options: AttentionOptions
 ) -> None:
     """The arguments of `prefill` and `decode`."""
-    _check_caches(key_cache, value_cache)
-    num_blocks, num_kv_heads, block_size, head_dim = key_cache.shape
+    _check_cache(cache)
+    num_blocks, num_kv_heads, block_size, head_dim = cache.keys.shape
     if q.ndim != 3 or q.shape[1] == 0 or q.shape[1] % num_kv_heads:
         raise InvalidArgumentError(
             "q",
             f"must be [T, Hq, D] with Hq a multiple of {num_kv_heads} KV heads, is {list(q.shape)}",
         )
-    _check_like_cache("q", q, (q.shape[0], q.shape[1], head_dim), key_cache)
-    if not math.isfinite(scale):
-        raise InvalidArgumentError("scale", f"must be finite, is {scale}")
+    _check_like_cache("q", q, (q.shape[0], q.shape[1], head_dim), cache.keys)
+    if options.scale is not None and not math.isfinite(options.scale):
+        raise InvalidArgumentError("scale", f"must be finite, is {options.scale}")
     check_batch(batch, q.shape[0], num_blocks, block_size)
 
 
@@ -99,14 +93,13 @@ def check_batch(batch: AttentionBatch, num_tokens: int, num_blocks: int, block_s
         )
 
 
-def _check_caches(key_cache: torch.Tensor, value_cache: torch.Tensor) -> None:
+def _check_cache(cache: KVCache) -> None:
+    key_cache, value_cache = cache.keys, cache.values
     if key_cache.ndim != 4 or 0 in key_cache.shape[1:]:
-        raise InvalidArgumentError(
-            "key_cache", f"must be [N, Hkv, B, D], is {list(key_cache.shape)}"
-        )
+        raise InvalidArgumentError("keys", f"must be [N, Hkv, B, D], is {list(key_cache.shape)}")
     if key_cache.dtype not in DTYPES:
-        raise InvalidArgumentError("key_cache", f"has the unsupported dtype {key_cache.dtype}")
-    _check_like_cache("value_cache", value_cache, tuple(key_cache.shape), key_cache)
+        raise InvalidArgumentError("keys", f"has the unsupported dtype {key_cache.dtype}")
+    _check_like_cache("values", value_cache, tuple(key_cache.shape), key_cache)
 
 
 def _check_like_cache(

@@ -20,6 +20,8 @@ from prefixcache.attention.checks import check_attention
 from prefixcache.attention.device import uses_triton
 from prefixcache.attention.prefill import attend_many
 from prefixcache.attention.sequence_kv import BlockReader, used_block_ids
+from prefixcache.storage.kv_cache import KVCache
+from prefixcache.types import AttentionOptions
 
 FEW_TOKENS = 16
 """New tokens of a sequence up to which streaming is the faster way."""
@@ -30,16 +32,12 @@ _TILE_ELEMENTS = 2**20  # of a K or V tile; 4 MiB in float32
 
 @torch.no_grad()
 def decode(
-    q: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    batch: AttentionBatch,
-    scale: float,
+    q: torch.Tensor, cache: KVCache, batch: AttentionBatch, options: AttentionOptions
 ) -> torch.Tensor:
     """Causal attention over all tokens so far, the new ones included.
 
-    q: `[T, Hq, D]` of the cache's dtype. key_cache, value_cache: `[N, Hkv, B, D]`, any strides,
-    K/V of the new tokens in place. Returns `[T, Hq, D]` of q's dtype, new memory. Any number of
+    q: `[T, Hq, D]` of the cache's dtype. cache: K/V of the new tokens in place. Returns
+    `[T, Hq, Dv]` of q's dtype, new memory. Any number of
     tokens is right.
 
     Raises InvalidArgumentError on a wrong shape, dtype, device, scale, or a batch that does not
@@ -48,14 +46,14 @@ def decode(
     if uses_triton(q):
         from prefixcache.attention.paged_attention import paged_attention
 
-        return paged_attention(q, key_cache, value_cache, batch, scale)
-    check_attention(q, key_cache, value_cache, batch, scale)
+        return paged_attention(q, cache, batch, options)
+    check_attention(q, cache, batch, options)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    num_kv_heads, block_size, head_dim = key_cache.shape[1:]
+    num_kv_heads, block_size, head_dim = cache.keys.shape[1:]
     tile_blocks = max(1, _TILE_ELEMENTS // (num_kv_heads * block_size * head_dim))
     tile_blocks = min(tile_blocks, batch.block_tables.shape[1])
-    key_reader = BlockReader(key_cache, tile_blocks)
-    value_reader = BlockReader(value_cache, tile_blocks)
+    key_reader = BlockReader(cache.keys, tile_blocks)
+    value_reader = BlockReader(cache.values, tile_blocks)
     starts = batch.query_start.tolist()
     for sequence, seq_len in enumerate(batch.seq_lens.tolist()):
         first, end = starts[sequence], starts[sequence + 1]
@@ -64,10 +62,10 @@ def decode(
         block_ids = used_block_ids(batch.block_tables[sequence], seq_len, block_size, q.device)
         queries = q[first:end]
         if end - first > FEW_TOKENS or queries.shape[1] * (end - first) * seq_len > MAX_SCORES:
-            attend_many(queries, key_cache, value_cache, block_ids, seq_len, scale, out[first:end])
+            attend_many(queries, cache, block_ids, seq_len, options, out[first:end])
         else:
             tiles = block_ids.split(tile_blocks)
-            out[first:end] = _attend_few(queries, key_reader, value_reader, tiles, seq_len, scale)
+            out[first:end] = _attend_few(queries, key_reader, value_reader, tiles, seq_len, options)
     return out
 
 
@@ -77,7 +75,7 @@ def _attend_few(
     value_reader: BlockReader,
     tiles: tuple[torch.Tensor, ...],
     seq_len: int,
-    scale: float,
+    options: AttentionOptions,
 ) -> torch.Tensor:
     """The last `len(q)` tokens of one sequence of `seq_len` tokens; q, result: `[T, Hq, D]`."""
     num_tokens, num_query_heads, head_dim = q.shape
@@ -85,7 +83,9 @@ def _attend_few(
     group = num_query_heads // num_kv_heads
     # Row t * G + g of KV head h is query head h * G + g of token t.
     rows = q.view(num_tokens, num_kv_heads, group, head_dim).transpose(0, 1)
-    rows = (rows.float() * scale).reshape(num_kv_heads, num_tokens * group, head_dim)
+    rows = (rows.float() * options.scale_for(head_dim)).reshape(
+        num_kv_heads, num_tokens * group, head_dim
+    )
 
     scores = rows.new_empty(num_kv_heads, num_tokens * group, seq_len)
     done = 0

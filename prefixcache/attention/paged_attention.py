@@ -26,6 +26,8 @@ from prefixcache.attention.selection import (
     num_cores,
     padded_head_dim,
 )
+from prefixcache.storage.kv_cache import KVCache
+from prefixcache.types import AttentionOptions
 
 _SMALLEST_FACTOR = 2.0**-126  # a normal float32; below it all weights are equal
 _COMBINE_ELEMENTS = 8192  # float32 of the parts of one row that 4 warps hold in registers
@@ -43,21 +45,17 @@ class DeviceBatch:
 
 @torch.no_grad()
 def paged_attention(
-    q: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    batch: AttentionBatch,
-    scale: float,
+    q: torch.Tensor, cache: KVCache, batch: AttentionBatch, options: AttentionOptions
 ) -> torch.Tensor:
     """Causal attention over all tokens so far, the new ones included.
 
-    q: `[T, Hq, D]` of the cache's dtype, any strides. key_cache, value_cache: `[N, Hkv, B, D]`,
-    any strides, K/V of the new tokens in place. Returns `[T, Hq, D]` of q's dtype, new memory.
+    q: `[T, Hq, D]` of the cache's dtype, any strides. cache: K/V of the new tokens in place.
+    Returns `[T, Hq, D]` of q's dtype, new memory.
 
     Raises InvalidArgumentError on a wrong shape, dtype, device, scale, or a batch that does not
     fit.
     """
-    check_attention(q, key_cache, value_cache, batch, scale)
+    check_attention(q, cache, batch, options)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if len(q) == 0:
         return out
@@ -65,14 +63,14 @@ def paged_attention(
         num_tokens=len(q),
         num_sequences=len(batch.seq_lens),
         longest_query=int(np.diff(batch.query_start).max()),
-        max_seq_len=batch.block_tables.shape[1] * key_cache.shape[2],
+        max_seq_len=batch.block_tables.shape[1] * cache.keys.shape[2],
         num_query_heads=q.shape[1],
-        num_kv_heads=key_cache.shape[1],
+        num_kv_heads=cache.keys.shape[1],
         head_dim=q.shape[2],
         dtype=q.dtype,
     )
     plan = choose_plan(shapes, architecture_of(q.device), num_cores(q.device))
-    launch(q, key_cache, value_cache, upload(batch, q.device), scale, plan, out)
+    launch(q, cache, upload(batch, q.device), options, plan, out)
     return out
 
 
@@ -93,10 +91,9 @@ def upload(batch: AttentionBatch, device: torch.device) -> DeviceBatch:
 
 def launch(
     q: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
+    cache: KVCache,
     batch: DeviceBatch,
-    scale: float,
+    options: AttentionOptions,
     plan: Plan,
     out: torch.Tensor,
 ) -> None:
@@ -109,11 +106,11 @@ def launch(
     from prefixcache.attention.kernels.paged_attention import paged_attention_kernel
 
     num_tokens, num_query_heads, head_dim = q.shape
-    num_kv_heads, block_size = key_cache.shape[1:3]
+    num_kv_heads, block_size = cache.keys.shape[1:3]
     group = num_query_heads // num_kv_heads
     block_d = padded_head_dim(head_dim)
     tiles, num_splits = plan.tiles, plan.num_splits
-    sign, factor = _split_scale(scale)
+    sign, factor = _split_scale(options.scale_for(head_dim))
     parts, log_sums = out, None
     if num_splits > 1:
         shape = (num_tokens, num_query_heads, num_splits)
@@ -128,8 +125,8 @@ def launch(
     with torch.cuda.device_of(q):
         paged_attention_kernel[grid](
             q,
-            key_cache,
-            value_cache,
+            cache.keys,
+            cache.values,
             parts,
             log_sums,
             batch.block_tables,
@@ -139,8 +136,8 @@ def launch(
             num_sequences,
             table_stride,
             q.stride(),
-            key_cache.stride(),
-            value_cache.stride(),
+            cache.keys.stride(),
+            cache.values.stride(),
             NUM_QUERY_HEADS=num_query_heads,
             GROUP=group,
             GROUP_PART=plan.group_part,

@@ -23,6 +23,8 @@ from prefixcache.attention.batch import AttentionBatch
 from prefixcache.attention.checks import check_attention
 from prefixcache.attention.device import uses_triton
 from prefixcache.attention.sequence_kv import BlockReader, used_block_ids
+from prefixcache.storage.kv_cache import KVCache
+from prefixcache.types import AttentionOptions
 
 QUERY_STEP = 256
 _KEY_ELEMENTS = 2**22  # of the K, and of the V, that are float32 at a time: 16 MiB each
@@ -30,16 +32,12 @@ _KEY_ELEMENTS = 2**22  # of the K, and of the V, that are float32 at a time: 16 
 
 @torch.no_grad()
 def prefill(
-    q: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    batch: AttentionBatch,
-    scale: float,
+    q: torch.Tensor, cache: KVCache, batch: AttentionBatch, options: AttentionOptions
 ) -> torch.Tensor:
     """Causal attention over all tokens so far: the token at position p sees positions 0..p.
 
-    q: `[T, Hq, D]` of the cache's dtype. key_cache, value_cache: `[N, Hkv, B, D]`, any strides,
-    K/V of the new tokens in place. Returns `[T, Hq, D]` of q's dtype, new memory.
+    q: `[T, Hq, D]` of the cache's dtype. cache: K/V of the new tokens in place. Returns
+    `[T, Hq, Dv]` of q's dtype, new memory.
 
     Raises InvalidArgumentError on a wrong shape, dtype, device, scale, or a batch that does not
     fit.
@@ -47,8 +45,8 @@ def prefill(
     if uses_triton(q):
         from prefixcache.attention.paged_attention import paged_attention
 
-        return paged_attention(q, key_cache, value_cache, batch, scale)
-    check_attention(q, key_cache, value_cache, batch, scale)
+        return paged_attention(q, cache, batch, options)
+    check_attention(q, cache, batch, options)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     starts = batch.query_start.tolist()
     for sequence, seq_len in enumerate(batch.seq_lens.tolist()):
@@ -56,40 +54,41 @@ def prefill(
         if first == end:
             continue
         block_ids = used_block_ids(
-            batch.block_tables[sequence], seq_len, key_cache.shape[2], q.device
+            batch.block_tables[sequence], seq_len, cache.keys.shape[2], q.device
         )
-        attend_many(q[first:end], key_cache, value_cache, block_ids, seq_len, scale, out[first:end])
+        attend_many(q[first:end], cache, block_ids, seq_len, options, out[first:end])
     return out
 
 
 def attend_many(
     q: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
+    cache: KVCache,
     block_ids: torch.Tensor,
     seq_len: int,
-    scale: float,
+    options: AttentionOptions,
     out: torch.Tensor,
 ) -> None:
     """The last `len(q)` tokens of one sequence of `seq_len` tokens; shapes as in `prefill`."""
-    num_kv_heads, head_dim = key_cache.shape[1], key_cache.shape[3]
+    num_kv_heads, head_dim = cache.keys.shape[1], cache.keys.shape[3]
     # Query head h * G + g reads KV head h.
     queries = q.unflatten(1, (num_kv_heads, -1)).permute(1, 2, 0, 3)
     outputs = out.unflatten(1, (num_kv_heads, -1)).permute(1, 2, 0, 3)
     num_heads = min(num_kv_heads, max(1, _KEY_ELEMENTS // (seq_len * head_dim)))
     for head in range(0, num_kv_heads, num_heads):
         heads = slice(head, head + num_heads)
-        keys = BlockReader(key_cache[:, heads], len(block_ids)).read(block_ids)
-        values = BlockReader(value_cache[:, heads], len(block_ids)).read(block_ids)
+        keys = BlockReader(cache.keys[:, heads], len(block_ids)).read(block_ids)
+        values = BlockReader(cache.values[:, heads], len(block_ids)).read(block_ids)
         # Cut V as well as K: a weight of 0 does not cancel a NaN in an unused slot.
-        _attend_heads(queries[heads], keys[:, :seq_len], values[:, :seq_len], scale, outputs[heads])
+        _attend_heads(
+            queries[heads], keys[:, :seq_len], values[:, :seq_len], options, outputs[heads]
+        )
 
 
 def _attend_heads(
     queries: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    scale: float,
+    options: AttentionOptions,
     out: torch.Tensor,
 ) -> None:
     """queries, out: `[H, G, T, D]`; keys, values: `[H, seq_len, D] float32`."""
@@ -106,5 +105,5 @@ def _attend_heads(
             keys[:, None, :visible].expand(shape),
             values[:, None, :visible].expand(shape),
             attn_mask=mask,
-            scale=scale,
+            scale=options.scale_for(keys.shape[2]),
         )

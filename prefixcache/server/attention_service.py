@@ -11,6 +11,7 @@ from prefixcache.rpc._pb import attention_pb2
 from prefixcache.rpc.wire import twin
 from prefixcache.server import checks
 from prefixcache.server.daemon import Daemon
+from prefixcache.types import AttentionOptions
 
 
 class AttentionService:
@@ -47,4 +48,4 @@ def _arguments(request: attention_pb2.PrefillRequest | attention_pb2.DecodeReque
         for name, tensor in (("q", request.q), ("k", request.k), ("v", request.v))
     )
     columns = (list(batch.sequence_ids), list(batch.start_positions), list(batch.num_tokens))
-    return owner, batch.layer, columns, tensors, scale
+    return owner, batch.layer, columns, tensors, AttentionOptions(scale=scale)

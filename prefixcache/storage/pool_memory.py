@@ -21,6 +21,7 @@ import torch
 from prefixcache.errors import InvalidArgumentError
 from prefixcache.sizes import MAX_BLOCKS
 from prefixcache.storage.host_memory import available_host_bytes
+from prefixcache.storage.kv_cache import KVCache
 from prefixcache.storage.layout import KVLayout
 
 _DTYPES = {
@@ -55,7 +56,7 @@ class PoolMemory:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Element type of `keys` and `values`."""
+        """Element type of the views."""
         return _DTYPES[self.layout.dtype]
 
     @property
@@ -66,13 +67,10 @@ class PoolMemory:
         """
         return self._fd
 
-    def keys(self, layer: int) -> torch.Tensor:
-        """K of one layer: `[N, Hkv, B, D]`, a strided view."""
-        return self._blocks[:, self._checked_layer(layer), 0]
-
-    def values(self, layer: int) -> torch.Tensor:
-        """V of one layer: `[N, Hkv, B, D]`, a strided view."""
-        return self._blocks[:, self._checked_layer(layer), 1]
+    def layer(self, layer: int) -> KVCache:
+        """K and V of one layer, strided views of every block."""
+        keys, values = self._blocks[:, self._checked_layer(layer)].unbind(1)
+        return KVCache(keys, values)
 
     @property
     def spans(self) -> torch.Tensor:

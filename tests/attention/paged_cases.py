@@ -12,6 +12,8 @@ import torch
 from prefixcache.attention.batch import AttentionBatch, make_batch
 from prefixcache.attention.reference.attention import attention
 from prefixcache.attention.reference.write_kv import write_kv
+from prefixcache.storage.kv_cache import KVCache
+from prefixcache.types import AttentionOptions
 
 NUM_LAYERS = 2
 SPARE_BLOCKS = 3
@@ -23,22 +25,21 @@ class PagedCase:
     """Arguments of prefill and decode, K/V in place, and the block tables they came from."""
 
     q: torch.Tensor
-    key_cache: torch.Tensor
-    value_cache: torch.Tensor
+    cache: KVCache
     batch: AttentionBatch
-    scale: float
+    options: AttentionOptions
     tables: list[npt.NDArray[np.int32]]
 
     @property
     def block_size(self) -> int:
-        return self.key_cache.shape[2]
+        return self.cache.keys.shape[2]
 
     def exact(self) -> torch.Tensor:
         """`[T, Hq, D] float64`."""
-        return attention(self.q, self.key_cache, self.value_cache, self.batch, self.scale)
+        return attention(self.q, self.cache, self.batch, self.options)
 
-    def with_caches(self, key_cache: torch.Tensor, value_cache: torch.Tensor) -> PagedCase:
-        return replace(self, key_cache=key_cache, value_cache=value_cache)
+    def with_caches(self, keys: torch.Tensor, values: torch.Tensor) -> PagedCase:
+        return replace(self, cache=KVCache(keys, values))
 
 
 def make_case(
@@ -66,7 +67,7 @@ def make_case(
     pool = torch.full(
         (num_blocks, NUM_LAYERS, 2, num_kv_heads, block_size, head_dim), poison, dtype=dtype
     )
-    key_cache, value_cache = pool[:, 1, 0], pool[:, 1, 1]
+    cache = KVCache(pool[:, 1, 0], pool[:, 1, 1])
 
     zeros = [0] * len(tables)
     lengths = [c + n for c, n in zip(contexts, queries, strict=True)]
@@ -74,14 +75,13 @@ def make_case(
     kv_shape = (sum(lengths), num_kv_heads, head_dim)
     k = torch.randn(kv_shape, generator=generator).to(dtype)
     v = torch.randn(kv_shape, generator=generator).to(dtype)
-    write_kv(key_cache, value_cache, k, v, everything.slot_mapping)
+    write_kv(cache, k, v, everything.slot_mapping)
 
     q = torch.randn((sum(queries), num_kv_heads * group, head_dim), generator=generator)
     return PagedCase(
         q=q.to(dtype),
-        key_cache=key_cache,
-        value_cache=value_cache,
+        cache=cache,
         batch=make_batch(tables, contexts, queries, zeros, block_size),
-        scale=head_dim**-0.5 if scale is None else scale,
+        options=AttentionOptions(scale=scale),
         tables=tables,
     )

@@ -16,17 +16,19 @@ from prefixcache.attention.batch import AttentionBatch, make_batch
 from prefixcache.attention.decode import decode
 from prefixcache.attention.prefill import prefill
 from prefixcache.attention.reference.attention import attention
+from prefixcache.storage.kv_cache import KVCache
+from prefixcache.types import AttentionOptions
 from tests.attention.paged_cases import DTYPES, PagedCase, make_case
 from tests.support.tolerances import assert_close, is_close
 
-Launcher = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, AttentionBatch, float], torch.Tensor]
+Launcher = Callable[[torch.Tensor, KVCache, AttentionBatch, AttentionOptions], torch.Tensor]
 both = pytest.mark.parametrize("launch", [prefill, decode])
 # Crosses block ends; one token, an empty query, full blocks, long context with one token.
 CONTEXTS, QUERIES = [0, 5, 4, 0, 33, 7, 0], [9, 1, 0, 1, 1, 5, 8]
 
 
 def run(launch: Launcher, case: PagedCase) -> torch.Tensor:
-    return launch(case.q, case.key_cache, case.value_cache, case.batch, case.scale)
+    return launch(case.q, case.cache, case.batch, case.options)
 
 
 def test_the_reference_agrees_with_torchs_own_attention() -> None:
@@ -38,7 +40,7 @@ def test_the_reference_agrees_with_torchs_own_attention() -> None:
     expected = F.scaled_dot_product_attention(
         q.transpose(0, 1), k.repeat_interleave(3, 0), v.repeat_interleave(3, 0), is_causal=True
     ).transpose(0, 1)
-    torch.testing.assert_close(attention(q, caches[0], caches[1], batch, 0.25), expected)
+    torch.testing.assert_close(attention(q, KVCache(*caches), batch, AttentionOptions()), expected)
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
@@ -141,7 +143,7 @@ def restrided(cache: torch.Tensor, layout: str) -> torch.Tensor:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_strides_are_taken_from_the_cache(launch: Launcher, layout: str) -> None:
     case = make_case(CONTEXTS, QUERIES)
-    caches = restrided(case.key_cache, layout), restrided(case.value_cache, layout)
+    caches = restrided(case.cache.keys, layout), restrided(case.cache.values, layout)
     assert torch.equal(run(launch, case.with_caches(*caches)), run(launch, case))
 
 
@@ -172,9 +174,9 @@ def test_sequences_without_new_tokens_give_an_empty_output(
 @both
 def test_the_output_is_new_memory_and_inputs_stay(launch: Launcher) -> None:
     case = make_case(CONTEXTS, QUERIES, poison=0.0)
-    before = case.q.clone(), case.key_cache.clone(), case.value_cache.clone()
+    before = case.q.clone(), case.cache.keys.clone(), case.cache.values.clone()
     run(launch, case).fill_(7.0)
-    after = case.q, case.key_cache, case.value_cache
+    after = case.q, case.cache.keys, case.cache.values
     assert all(torch.equal(x, y) for x, y in zip(before, after, strict=True))
 
 
@@ -232,8 +234,8 @@ def test_a_token_does_not_see_later_ones(launch: Launcher, group: int) -> None:
     case = make_case([6], [30], group=group)
     early = run(launch, case)
     slots = torch.from_numpy(case.batch.slot_mapping[12:])
-    case.key_cache[slots // 4, :, slots % 4] = 100.0
-    case.value_cache[slots // 4, :, slots % 4] = 100.0
+    case.cache.keys[slots // 4, :, slots % 4] = 100.0
+    case.cache.values[slots // 4, :, slots % 4] = 100.0
     late = run(launch, case)
     assert torch.equal(late[:12], early[:12])
     assert not torch.equal(late[12:], early[12:])

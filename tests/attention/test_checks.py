@@ -8,11 +8,12 @@ import torch
 from prefixcache.attention.decode import decode
 from prefixcache.attention.prefill import prefill
 from prefixcache.errors import InvalidArgumentError
+from prefixcache.types import AttentionOptions
 from tests.attention.paged_cases import make_case
 
 # Two sequences of 5 and 6 tokens, 2 + 1 of them new, in blocks of 4: 2 blocks each of a pool of 7.
 CASE = make_case([3, 5], [2, 1])
-OUTSIDE = len(CASE.key_cache)
+OUTSIDE = len(CASE.cache.keys)
 
 
 def int32(values: object) -> np.ndarray:
@@ -44,19 +45,19 @@ BAD_TENSORS = [
     ("q", {"q": torch.zeros(3, 4, 16, dtype=torch.bfloat16)}),
     ("q", {"q": torch.zeros(3, 4, 16, device="meta")}),
     ("query_start", {"q": torch.zeros(4, 4, 16)}),
-    ("key_cache", {"key_cache": torch.zeros(OUTSIDE, 2, 4)}),
-    ("key_cache", {"key_cache": torch.zeros(OUTSIDE, 0, 4, 16)}),
-    ("key_cache", {"key_cache": torch.zeros(OUTSIDE, 2, 4, 16, dtype=torch.int32)}),
-    ("value_cache", {"value_cache": torch.zeros(OUTSIDE, 2, 4, 32)}),
-    ("value_cache", {"value_cache": torch.zeros(OUTSIDE, 2, 4, 16, dtype=torch.float16)}),
-    ("scale", {"scale": float("nan")}),
-    ("scale", {"scale": float("inf")}),
+    ("keys", {"keys": torch.zeros(OUTSIDE, 2, 4)}),
+    ("keys", {"keys": torch.zeros(OUTSIDE, 0, 4, 16)}),
+    ("keys", {"keys": torch.zeros(OUTSIDE, 2, 4, 16, dtype=torch.int32)}),
+    ("values", {"values": torch.zeros(OUTSIDE, 2, 4, 32)}),
+    ("values", {"values": torch.zeros(OUTSIDE, 2, 4, 16, dtype=torch.float16)}),
+    ("scale", {"options": AttentionOptions(scale=float("nan"))}),
+    ("scale", {"options": AttentionOptions(scale=float("inf"))}),
 ]
 
 
 def refused_field(launch: Callable[..., torch.Tensor], case: object) -> str:
     with pytest.raises(InvalidArgumentError) as refusal:
-        launch(case.q, case.key_cache, case.value_cache, case.batch, case.scale)
+        launch(case.q, case.cache, case.batch, case.options)
     return refusal.value.field
 
 
@@ -74,4 +75,7 @@ def test_a_batch_that_does_not_fit_is_refused_by_name(
 def test_a_tensor_that_does_not_fit_is_refused_by_name(
     launch: Callable[..., torch.Tensor], field: str, change: dict[str, object]
 ) -> None:
-    assert refused_field(launch, replace(CASE, **change)) == field
+    views = {name: tensor for name, tensor in change.items() if name in ("keys", "values")}
+    others = {name: value for name, value in change.items() if name not in views}
+    case = replace(CASE, cache=replace(CASE.cache, **views), **others)
+    assert refused_field(launch, case) == field

@@ -9,10 +9,12 @@ from prefixcache.attention.decode import decode
 from prefixcache.attention.prefill import prefill
 from prefixcache.attention.reference.attention import attention
 from prefixcache.attention.write_kv import write_kv
+from prefixcache.storage.kv_cache import KVCache
+from prefixcache.types import AttentionOptions
 from tests.attention.paged_cases import DTYPES
 from tests.support.tolerances import assert_close, is_close
 
-HKV, GROUP, D, B, SCALE = 2, 3, 32, 4, 32**-0.5
+HKV, GROUP, D, B, OPTIONS = 2, 3, 32, 4, AttentionOptions()
 TABLE = np.array([5, 2, 7, 0, 3, 6, 1, 4], dtype=np.int32)
 NUM_TOKENS = 30
 
@@ -36,15 +38,15 @@ class Model:
         launch=prefill,
     ) -> torch.Tensor:
         batch = make_batch([table], [first], [end - first], [first_writable], B)
-        caches = self.pool.unbind(1)
-        write_kv(*caches, self.k[first:end], self.v[first:end], batch.slot_mapping)
-        return launch(self.q[first:end], *caches, batch, SCALE)
+        cache = KVCache(*self.pool.unbind(1))
+        write_kv(cache, self.k[first:end], self.v[first:end], batch.slot_mapping)
+        return launch(self.q[first:end], cache, batch, OPTIONS)
 
     def exact(self) -> torch.Tensor:
         """From k and v themselves, no cache in between: one block as long as the prompt."""
         batch = make_batch([np.zeros(1, dtype=np.int32)], [0], [NUM_TOKENS], [0], NUM_TOKENS)
         k, v = self.k.transpose(0, 1)[None], self.v.transpose(0, 1)[None]
-        return attention(self.q, k, v, batch, SCALE)
+        return attention(self.q, KVCache(k, v), batch, OPTIONS)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

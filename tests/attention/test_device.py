@@ -46,8 +46,9 @@ def test_a_cuda_tensor_goes_to_triton_where_it_is_installed(
 def test_the_cpu_path_does_not_load_triton() -> None:
     program = (
         "import sys, torch; from prefixcache.attention import decode, prefill, write_kv; "
+        "from prefixcache.storage.kv_cache import KVCache; "
         "import numpy as np; cache = torch.zeros(2, 1, 4, 8); k = torch.ones(1, 1, 8); "
-        "write_kv.write_kv(cache, cache.clone(), k, k, np.array([0])); "
+        "write_kv.write_kv(KVCache(cache, cache.clone()), k, k, np.array([0])); "
         "sys.exit('triton' in sys.modules)"
     )
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}

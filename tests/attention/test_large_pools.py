@@ -12,6 +12,8 @@ from prefixcache.attention.copy_blocks import copy_blocks
 from prefixcache.attention.decode import decode
 from prefixcache.attention.prefill import prefill
 from prefixcache.attention.write_kv import write_kv
+from prefixcache.storage.kv_cache import KVCache
+from prefixcache.types import AttentionOptions
 
 HKV, B, D = 2, 16, 64
 NUM_BLOCKS = 2**31 // (2 * HKV * B * D) + 8
@@ -34,18 +36,18 @@ def sparse_pool() -> torch.Tensor:
     return pool.view(NUM_BLOCKS, 2, HKV * B * D)
 
 
-def caches(pool: torch.Tensor, heads_first: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def caches(pool: torch.Tensor, heads_first: bool) -> KVCache:
     if heads_first:
         keys, values = pool.view(NUM_BLOCKS, 2, HKV, B, D).unbind(1)
     else:
         keys, values = pool.view(NUM_BLOCKS, 2, B, HKV, D).transpose(2, 3).unbind(1)
-    return keys, values
+    return KVCache(keys, values)
 
 
 @pytest.mark.parametrize("heads_first", [True, False])
 def test_the_highest_blocks_work_like_the_lowest(heads_first: bool) -> None:
     """Write, prefill and decode: no block id times stride is cut to 32 bits."""
-    key_cache, value_cache = caches(sparse_pool(), heads_first)
+    cache = caches(sparse_pool(), heads_first)
     generator = torch.Generator().manual_seed(0)
     k, v = torch.randn(2, 40, HKV, D, generator=generator).bfloat16()
     q = torch.randn(40, 4 * HKV, D, generator=generator).bfloat16()
@@ -54,9 +56,9 @@ def test_the_highest_blocks_work_like_the_lowest(heads_first: bool) -> None:
         tables = [np.array(table, dtype=np.int32)]
         prompt = make_batch(tables, [0], [40], [0], B)
         last = make_batch(tables, [39], [1], [0], B)
-        write_kv(key_cache, value_cache, k, v, prompt.slot_mapping)
-        outputs.append(prefill(q, key_cache, value_cache, prompt, 0.125))
-        outputs.append(decode(q[-1:], key_cache, value_cache, last, 0.125))
+        write_kv(cache, k, v, prompt.slot_mapping)
+        outputs.append(prefill(q, cache, prompt, AttentionOptions()))
+        outputs.append(decode(q[-1:], cache, last, AttentionOptions()))
     assert outputs[0].abs().sum() > 0
     assert torch.equal(outputs[0], outputs[2])
     assert torch.equal(outputs[1], outputs[3])

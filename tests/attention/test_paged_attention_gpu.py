@@ -11,6 +11,7 @@ from prefixcache.attention.decode import decode
 from prefixcache.attention.paged_attention import DeviceBatch, launch, upload
 from prefixcache.attention.prefill import prefill
 from prefixcache.attention.selection import TABLES, Plan, architecture_of, padded_head_dim
+from prefixcache.storage.kv_cache import KVCache
 from tests.attention.paged_cases import DTYPES, PagedCase, make_case
 from tests.support.tolerances import assert_close
 
@@ -21,10 +22,10 @@ CONTEXTS, QUERIES = [0, 5, 300, 0, 700, 64, 0], [90, 1, 0, 1, 1, 5, 33]
 
 def on_device(case: PagedCase) -> PagedCase:
     """The caches stay views of one pool, poison included."""
-    pool = case.key_cache._base
+    pool = case.cache.keys._base
     assert pool is not None
     pool = pool.to(DEVICE)
-    return replace(case, q=case.q.to(DEVICE), key_cache=pool[:, 1, 0], value_cache=pool[:, 1, 1])
+    return replace(case, q=case.q.to(DEVICE), cache=KVCache(pool[:, 1, 0], pool[:, 1, 1]))
 
 
 @pytest.mark.parametrize("launcher", [prefill, decode])
@@ -44,7 +45,7 @@ def test_a_mixed_batch_equals_float64(
         dtype=dtype,
     )
     there = on_device(case)
-    out = launcher(there.q, there.key_cache, there.value_cache, there.batch, there.scale)
+    out = launcher(there.q, there.cache, there.batch, there.options)
     assert_close(out.cpu(), case.exact())
 
 
@@ -61,7 +62,7 @@ def test_every_entry_of_the_devices_table_equals_float64(num_splits: int) -> Non
         plan = Plan(rule.tiles, 2, num_splits, rule.tiles.keys)
         out = torch.full_like(there.q, torch.nan)
         batch = upload(there.batch, DEVICE)
-        launch(there.q, there.key_cache, there.value_cache, batch, there.scale, plan, out)
+        launch(there.q, there.cache, batch, there.options, plan, out)
         assert_close(out.cpu(), case.exact())
 
 
@@ -78,7 +79,7 @@ def test_a_captured_graph_serves_other_lengths() -> None:
     )
     plan = Plan(TABLES[architecture_of(DEVICE)][0].tiles, 2, 4, 64)
     out = torch.empty_like(there.q)
-    arguments = (there.q, there.key_cache, there.value_cache, batch, there.scale, plan, out)
+    arguments = (there.q, there.cache, batch, there.options, plan, out)
     launch(*arguments)  # compiles
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -5,15 +5,16 @@ import torch
 from prefixcache.attention.reference import write_kv as reference
 from prefixcache.attention.write_kv import write_kv
 from prefixcache.errors import InvalidArgumentError
+from prefixcache.storage.kv_cache import KVCache
 from tests.attention.paged_cases import DTYPES
 
 N, HKV, B, D = 6, 2, 4, 8
 
 
-def fresh_caches(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
+def fresh_cache(dtype: torch.dtype = torch.float32) -> KVCache:
     pool = torch.arange(N * 3 * 2 * HKV * B * D).remainder(100).to(dtype)
     pool = pool.view(N, 3, 2, HKV, B, D)
-    return pool[:, 1, 0], pool[:, 1, 1]
+    return KVCache(pool[:, 1, 0], pool[:, 1, 1])
 
 
 def new_tokens(count: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
@@ -28,11 +29,11 @@ def new_tokens(count: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Te
 def test_exactly_the_named_slots_change(slots: list[int], dtype: torch.dtype) -> None:
     slot_mapping = np.array(slots, dtype=np.int64)
     k, v = new_tokens(len(slots), dtype)
-    actual, expected = fresh_caches(dtype), fresh_caches(dtype)
-    write_kv(*actual, k, v, slot_mapping)
-    reference.write_kv(*expected, k, v, slot_mapping)
+    actual, expected = fresh_cache(dtype), fresh_cache(dtype)
+    write_kv(actual, k, v, slot_mapping)
+    reference.write_kv(expected, k, v, slot_mapping)
     # The views' whole storage: other layers and K against V too.
-    assert torch.equal(actual[0]._base, expected[0]._base)
+    assert torch.equal(actual.keys._base, expected.keys._base)
 
 
 def views() -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
@@ -55,14 +56,14 @@ def views() -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
 
 @pytest.mark.parametrize("name", list(views()))
 def test_a_cache_may_have_any_strides(name: str) -> None:
-    key_cache, value_cache = views()[name]
-    expected = torch.zeros(N, HKV, B, D), torch.zeros(N, HKV, B, D)
+    cache = KVCache(*views()[name])
+    expected = KVCache(torch.zeros(N, HKV, B, D), torch.zeros(N, HKV, B, D))
     slot_mapping = np.array([9, -1, 0, 22], dtype=np.int64)
     k, v = new_tokens(4)
-    write_kv(key_cache, value_cache, k, v, slot_mapping)
-    reference.write_kv(*expected, k, v, slot_mapping)
-    assert torch.equal(key_cache, expected[0])
-    assert torch.equal(value_cache, expected[1])
+    write_kv(cache, k, v, slot_mapping)
+    reference.write_kv(expected, k, v, slot_mapping)
+    assert torch.equal(cache.keys, expected.keys)
+    assert torch.equal(cache.values, expected.values)
 
 
 @pytest.mark.parametrize(
@@ -77,25 +78,26 @@ def test_a_cache_may_have_any_strides(name: str) -> None:
         ("v", {"v": torch.zeros(2, HKV, D, dtype=torch.float16)}),
         ("v", {"v": torch.zeros(2, HKV, D + 1)}),
         ("v", {"v": torch.zeros(2, HKV, D, device="meta")}),
-        ("key_cache", {"key_cache": torch.zeros(N, HKV, B)}),
-        ("key_cache", {"key_cache": torch.zeros(N, HKV, B, D, dtype=torch.float64)}),
-        ("value_cache", {"value_cache": torch.zeros(N, HKV, B, D + 1)}),
-        ("value_cache", {"value_cache": torch.zeros(N, HKV, B, D, dtype=torch.float16)}),
+        ("keys", {"keys": torch.zeros(N, HKV, B)}),
+        ("keys", {"keys": torch.zeros(N, HKV, B, D, dtype=torch.float64)}),
+        ("values", {"values": torch.zeros(N, HKV, B, D + 1)}),
+        ("values", {"values": torch.zeros(N, HKV, B, D, dtype=torch.float16)}),
     ],
 )
 def test_a_refusal_names_the_argument_and_writes_nothing(
     field: str, change: dict[str, torch.Tensor]
 ) -> None:
-    key_cache, value_cache = fresh_caches()
+    cache = fresh_cache()
     k, v = new_tokens(2)
     arguments = {
-        "key_cache": key_cache,
-        "value_cache": value_cache,
+        "keys": cache.keys,
+        "values": cache.values,
         "k": k,
         "v": v,
         "slot_mapping": np.array([0, 1]),
     } | change
+    changed = KVCache(arguments.pop("keys"), arguments.pop("values"))
     with pytest.raises(InvalidArgumentError) as refusal:
-        write_kv(**arguments)
+        write_kv(changed, **arguments)
     assert refusal.value.field == field
-    assert torch.equal(key_cache._base, fresh_caches()[0]._base)
+    assert torch.equal(cache.keys._base, fresh_cache().keys._base)

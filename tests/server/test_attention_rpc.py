@@ -306,8 +306,8 @@ def test_drafts_are_found_by_nobody_until_they_are_accepted(served: Served) -> N
     run.tokens += [72, 73, 74]
     for layer in LAYERS:
         # The rejected drafts are overwritten; until then they are as good as poison.
-        served.daemon.engine.memory.keys(layer)[run.block_ids[1], :, 3] = float("nan")
-        served.daemon.engine.memory.values(layer)[run.block_ids[2]] = float("nan")
+        served.daemon.engine.memory.layer(layer).keys[run.block_ids[1], :, 3] = float("nan")
+        served.daemon.engine.memory.layer(layer).values[run.block_ids[2]] = float("nan")
         assert found(served, [*prompt, 60, 71, 0]) == 4
         run.compute_layer(layer, 4, "Decode")
     assert found(served, [*prompt, 60, 71, 72, 73]) == 8

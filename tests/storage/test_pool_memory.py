@@ -24,7 +24,7 @@ def pool() -> Iterator[PoolMemory]:
 def number_everything(pool: PoolMemory) -> None:
     """Give every element of the pool another value."""
     for layer in range(LAYOUT.num_layers):
-        for part, view in enumerate((pool.keys(layer), pool.values(layer))):
+        for part, view in enumerate((pool.layer(layer).keys, pool.layer(layer).values)):
             numbers = torch.arange(view.numel()).view(view.shape)
             view.copy_(numbers * 2 * LAYOUT.num_layers + 2 * layer + part)
 
@@ -46,7 +46,7 @@ def open_fds() -> set[str]:
 def test_views_have_one_layers_keys_or_values_of_every_block(dtype: str) -> None:
     layout = KVLayout(3, 2, 8, 4, dtype)
     pool = PoolMemory(layout, NUM_BLOCKS)
-    for view in (pool.keys(2), pool.values(0)):
+    for view in (pool.layer(2).keys, pool.layer(0).values):
         assert view.shape == (NUM_BLOCKS, 2, 4, 8)
         assert view.dtype == pool.dtype == getattr(torch, dtype)
         assert view[0].is_contiguous()
@@ -60,7 +60,7 @@ def test_a_block_is_one_span_of_keys_then_values_layer_by_layer(pool: PoolMemory
         expected = b"".join(
             view[block].numpy().tobytes()
             for layer in range(LAYOUT.num_layers)
-            for view in (pool.keys(layer), pool.values(layer))
+            for view in (pool.layer(layer).keys, pool.layer(layer).values)
         )
         assert pool.block_span(block).numpy().tobytes() == expected
         assert pool.block_span(block).shape == (LAYOUT.block_bytes,)
@@ -90,10 +90,9 @@ def test_another_mapping_of_the_file_sees_the_same_bytes(pool: PoolMemory) -> No
 
 @pytest.mark.parametrize("layer", [-1, LAYOUT.num_layers])
 def test_a_layer_out_of_range_is_refused(pool: PoolMemory, layer: int) -> None:
-    for view in (pool.keys, pool.values):
-        with pytest.raises(InvalidArgumentError) as refusal:
-            view(layer)
-        assert refusal.value.field == "layer"
+    with pytest.raises(InvalidArgumentError) as refusal:
+        pool.layer(layer)
+    assert refusal.value.field == "layer"
 
 
 @pytest.mark.parametrize("block_id", [-1, NUM_BLOCKS])
@@ -114,12 +113,12 @@ def test_close_gives_back_the_memory_and_the_file() -> None:
     assert pool.fd is None
     with pytest.raises(InvalidArgumentError):
         pool.block_span(0)
-    assert len(pool.keys(0)) == len(pool.spans) == 0
+    assert len(pool.layer(0).keys) == len(pool.spans) == 0
 
 
 def test_a_view_outlives_the_pool() -> None:
     pool = PoolMemory(LAYOUT, NUM_BLOCKS)
-    view = pool.keys(1)
+    view = pool.layer(1).keys
     view.fill_(3.0)
     pool.close()
     assert (view == 3.0).all()

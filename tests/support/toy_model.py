@@ -16,7 +16,9 @@ from prefixcache.attention.batch import make_batch
 from prefixcache.attention.reference.attention import attention
 from prefixcache.rpc._pb import attention_pb2
 from prefixcache.server.daemon import Daemon
+from prefixcache.storage.kv_cache import KVCache
 from prefixcache.storage.layout import KVLayout
+from prefixcache.types import AttentionOptions
 from tests.support.stubs import METHODS, Peer
 from tests.support.tolerances import assert_close
 
@@ -62,8 +64,8 @@ class ToyModel:
         n = len(tokens)
         batch = make_batch([np.array([0], np.int32)], [start], [n - start], [0], n)
         keys, values = (kv(layer, tokens).transpose(0, 1)[None] for kv in (self.k, self.v))
-        factor = self.layout.head_dim**-0.5 if scale is None else scale
-        return attention(self.q(layer, tokens, start), keys, values, batch, factor)
+        cache, options = KVCache(keys, values), AttentionOptions(scale=scale)
+        return attention(self.q(layer, tokens, start), cache, batch, options)
 
 
 def _states(tokens: Sequence[int]) -> list[int]:
@@ -198,7 +200,7 @@ def poison(daemon: Daemon, value: float = float("nan")) -> None:
             unused[sequence.copy_holds] = False
             for position in range(sequence.computed[layer]):
                 unused[sequence.block_table[position // size], position % size] = False
-        for cache in (memory.keys(layer), memory.values(layer)):
+        for cache in (memory.layer(layer).keys, memory.layer(layer).values):
             cache.transpose(1, 2)[unused] = value
 
 

@@ -6,19 +6,17 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from prefixcache.storage.kv_cache import KVCache
+
 
 def write_kv(
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    slot_mapping: npt.NDArray[np.int64],
+    cache: KVCache, k: torch.Tensor, v: torch.Tensor, slot_mapping: npt.NDArray[np.int64]
 ) -> None:
-    """Arguments as in the twin; the caches may have any dtype."""
-    block_size = key_cache.shape[2]
+    """Arguments as in the twin; the cache may have any dtype."""
+    block_size = cache.keys.shape[2]
     for token, slot in enumerate(slot_mapping.tolist()):
         if slot == -1:
             continue
         block_id, offset = slot // block_size, slot % block_size
-        key_cache[block_id, :, offset] = k[token]
-        value_cache[block_id, :, offset] = v[token]
+        cache.keys[block_id, :, offset] = k[token]
+        cache.values[block_id, :, offset] = v[token]

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from prefixcache.attention.reference import write_kv as reference
 from prefixcache.attention.write_kv import write_kv
+from prefixcache.storage.kv_cache import KVCache
 from tests.attention import test_large_pools as large_pools
 from tests.attention.paged_cases import DTYPES
 from tests.attention.test_write_kv import (
@@ -64,7 +65,7 @@ def test_any_shape_equals_the_reference_and_touches_nothing_else(
     actual = poisoned_pool(num_blocks, num_heads, block_size, head_dim, dtype)
     expected = actual.clone()
     for launch, pool in ((write_kv, actual), (reference.write_kv, expected)):
-        launch(pool[:, 1, 0], pool[:, 1, 1], kv[:, 0], kv[:, 1], slot_mapping)
+        launch(KVCache(pool[:, 1, 0], pool[:, 1, 1]), kv[:, 0], kv[:, 1], slot_mapping)
     assert torch.equal(bits(actual), bits(expected))
 
 
@@ -76,7 +77,7 @@ def test_new_tokens_may_have_any_strides() -> None:
     slot_mapping = np.array([11, 0, -1, 3, 6], dtype=np.int64)
     expected = pool.clone()
     for launch, target in ((write_kv, pool), (reference.write_kv, expected)):
-        launch(target[:, 0, 0], target[:, 0, 1], k, v, slot_mapping)
+        launch(KVCache(target[:, 0, 0], target[:, 0, 1]), k, v, slot_mapping)
     assert torch.equal(bits(pool), bits(expected))
 
 
@@ -84,7 +85,7 @@ def test_special_values_are_moved_bit_by_bit() -> None:
     patterns = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
     k = patterns.view(torch.bfloat16).view(256, 2, 128)
     pool = torch.zeros(16, 2, 2, 16, 128, dtype=torch.bfloat16)
-    write_kv(pool[:, 0], pool[:, 1], k, k, np.arange(256))
+    write_kv(KVCache(pool[:, 0], pool[:, 1]), k, k, np.arange(256))
     stored = pool[:, 0].transpose(1, 2).reshape(256, 2, 128)
     assert torch.equal(bits(stored), bits(k))
 
@@ -96,7 +97,7 @@ def test_the_last_program_may_be_partly_or_exactly_full(num_tokens: int) -> None
     pool = poisoned_pool(5, 2, 8, 32, torch.float32)
     expected = pool.clone()
     for launch, target in ((write_kv, pool), (reference.write_kv, expected)):
-        launch(target[:, 0, 0], target[:, 0, 1], k, v, np.arange(num_tokens))
+        launch(KVCache(target[:, 0, 0], target[:, 0, 1]), k, v, np.arange(num_tokens))
     assert torch.equal(bits(pool), bits(expected))
 
 
@@ -104,11 +105,11 @@ def test_the_last_program_may_be_partly_or_exactly_full(num_tokens: int) -> None
 def test_the_highest_slots_of_a_large_pool_are_reached(heads_first: bool) -> None:
     """No slot times stride is cut to 32 bits."""
     num_blocks = large_pools.NUM_BLOCKS
-    key_cache, value_cache = large_pools.caches(large_pools.sparse_pool(), heads_first)
-    _, num_heads, block_size, head_dim = key_cache.shape
+    cache = large_pools.caches(large_pools.sparse_pool(), heads_first)
+    _, num_heads, block_size, head_dim = cache.keys.shape
     k, v = torch.randn(2, 3, num_heads, head_dim).bfloat16()
     last = num_blocks * block_size - 1
-    write_kv(key_cache, value_cache, k, v, np.array([last, 0, last - 2 * block_size]))
-    for cache, new in ((key_cache, k), (value_cache, v)):
-        stored = cache[[num_blocks - 1, 0, num_blocks - 3], :, [block_size - 1, 0, block_size - 1]]
+    write_kv(cache, k, v, np.array([last, 0, last - 2 * block_size]))
+    for view, new in ((cache.keys, k), (cache.values, v)):
+        stored = view[[num_blocks - 1, 0, num_blocks - 3], :, [block_size - 1, 0, block_size - 1]]
         assert torch.equal(stored, new)

@@ -17,7 +17,7 @@ from prefixcache.core.sequence import AppendRow
 from prefixcache.errors import InvalidArgumentError
 from prefixcache.server.daemon import CacheOptions, Daemon, ModelOptions
 from prefixcache.storage.layout import KVLayout
-from prefixcache.types import NO_EXTRA_KEYS, HostTensor
+from prefixcache.types import NO_EXTRA_KEYS, AttentionOptions, HostTensor
 from tests.attention.paged_cases import make_case
 from tests.support.tolerances import ABSOLUTE, RELATIVE, assert_close
 from tests.support.toy_model import ToyModel, poison
@@ -72,7 +72,9 @@ class Conversation:
                 for of in (self.model.q, self.model.k, self.model.v, self.model.exact)
             )
             call = getattr(self.daemon.engine, name)
-            reply = call(OWNER, layer, tuple(columns), tuple(map(to_host, (q, k, v))), None)
+            reply = call(
+                OWNER, layer, tuple(columns), tuple(map(to_host, (q, k, v))), AttentionOptions()
+            )
             out = torch.frombuffer(bytearray(reply.data), dtype=q.dtype).view(reply.shape)
             assert_close(out, exact)
             self.outputs.append(out)
@@ -126,6 +128,6 @@ def test_bad_arguments_are_refused_as_on_cpu(launch) -> None:
     assert os.environ["TRITON_INTERPRET"] == "1"
     case = make_case([5], [1])
     with pytest.raises(InvalidArgumentError, match="scale"):
-        launch(case.q, case.key_cache, case.value_cache, case.batch, float("nan"))
+        launch(case.q, case.cache, case.batch, AttentionOptions(scale=float("nan")))
     with pytest.raises(InvalidArgumentError, match="q"):
-        launch(case.q[:, :3], case.key_cache, case.value_cache, case.batch, 1.0)
+        launch(case.q[:, :3], case.cache, case.batch, case.options)

@@ -38,16 +38,16 @@ def run(
     min_split: int | None = None,
 ) -> torch.Tensor:
     """The kernel with the given plan, into memory full of NaN."""
-    check_attention(case.q, case.key_cache, case.value_cache, case.batch, case.scale)
+    check_attention(case.q, case.cache, case.batch, case.options)
     plan = Plan(
         Tiles(rows, keys, num_warps=1, num_stages=1),
-        group_part or case.q.shape[1] // case.key_cache.shape[1],
+        group_part or case.q.shape[1] // case.cache.keys.shape[1],
         num_splits,
         min_split or keys,
     )
     out = torch.full(case.q.shape, torch.nan, dtype=case.q.dtype)
     batch = upload(case.batch, case.q.device)
-    launch(case.q, case.key_cache, case.value_cache, batch, case.scale, plan, out)
+    launch(case.q, case.cache, batch, case.options, plan, out)
     return out
 
 
@@ -124,7 +124,7 @@ def test_splits_with_and_without_keys(num_splits: int, dtype: torch.dtype) -> No
 def test_a_row_without_keys_in_a_split_weighs_nothing_however_low_the_other_scores_are() -> None:
     """Positions 14 and 15 see no key of the second split, which starts at 16."""
     case = make_case([14], [10], num_kv_heads=1, group=1, poison=0.0, scale=1e3)
-    case.key_cache.abs_()
+    case.cache.keys.abs_()
     case.q.abs_().neg_()
     assert_close(run(case, num_splits=2), case.exact())
 
@@ -195,7 +195,7 @@ def test_what_is_used_is_read_and_nothing_else_and_outputs_are_written_once(
     monkeypatch.setattr(builder, "create_masked_store", masked_store)
     plan = Plan(Tiles(16, 16, 1, 1), 3, num_splits, 16)
     batch, out = upload(case.batch, case.q.device), torch.empty_like(case.q)
-    launch(case.q, case.key_cache, case.value_cache, batch, case.scale, plan, out)
+    launch(case.q, case.cache, batch, case.options, plan, out)
 
     outputs = set(written)
     assert len(outputs) == len(written)  # no two programs race
@@ -209,8 +209,8 @@ def test_what_is_used_is_read_and_nothing_else_and_outputs_are_written_once(
         allowed |= addresses(batch.block_tables[row, : -(-num_tokens // 3)])
         for position in range(num_tokens):
             block, offset = case.tables[row][position // 3], position % 3
-            allowed |= addresses(case.key_cache[block, :, offset])
-            allowed |= addresses(case.value_cache[block, :, offset])
+            allowed |= addresses(case.cache.keys[block, :, offset])
+            allowed |= addresses(case.cache.values[block, :, offset])
     assert read - outputs == allowed  # the parts of a split are written and read again
     assert not outputs & allowed
 
@@ -236,9 +236,9 @@ def restrided(cache: torch.Tensor, layout: str) -> torch.Tensor:
 def test_strides_are_taken_from_each_cache(layout: str) -> None:
     case = make_case(CONTEXTS, QUERIES)
     expected = run(case)
-    keys, values = restrided(case.key_cache, layout), restrided(case.value_cache, layout)
+    keys, values = restrided(case.cache.keys, layout), restrided(case.cache.values, layout)
     assert torch.equal(run(case.with_caches(keys, values)), expected)
-    assert torch.equal(run(case.with_caches(keys, case.value_cache)), expected)
+    assert torch.equal(run(case.with_caches(keys, case.cache.values)), expected)
 
 
 def test_queries_may_be_a_strided_view() -> None:
@@ -259,8 +259,8 @@ def test_tokens_and_heads_may_be_billions_of_elements_apart() -> None:
     q = memory.as_strided(case.q.shape, (far, 16, 1)).copy_(case.q)
     assert torch.equal(run(replace(case, q=q)), run(case))
     strides = (2 * 16, far, 16, 1)
-    keys = memory[1024:].as_strided(case.key_cache.shape, strides).copy_(case.key_cache)
-    values = memory[2048:].as_strided(case.key_cache.shape, strides).copy_(case.value_cache)
+    keys = memory[1024:].as_strided(case.cache.keys.shape, strides).copy_(case.cache.keys)
+    values = memory[2048:].as_strided(case.cache.keys.shape, strides).copy_(case.cache.values)
     assert torch.equal(run(case.with_caches(keys, values)), run(case))
 
 
@@ -269,8 +269,8 @@ def test_a_token_does_not_see_later_ones(num_splits: int) -> None:
     case = make_case([6], [30], num_kv_heads=1, group=4)
     early = run(case, num_splits=num_splits)
     slots = torch.from_numpy(case.batch.slot_mapping[12:])
-    case.key_cache[slots // 4, :, slots % 4] = 100.0
-    case.value_cache[slots // 4, :, slots % 4] = 100.0
+    case.cache.keys[slots // 4, :, slots % 4] = 100.0
+    case.cache.values[slots // 4, :, slots % 4] = 100.0
     late = run(case, num_splits=num_splits)
     assert torch.equal(late[:12], early[:12])
     assert not torch.equal(late[12:], early[12:])
@@ -303,7 +303,7 @@ def test_a_batch_may_grow_on_the_device_after_the_plan_was_made(num_splits: int)
     grown = upload(other.batch, other.q.device)
     plan = Plan(Tiles(16, 16, 1, 1), 2, num_splits, 16)
     out = torch.full(case.q.shape, torch.nan)
-    launch(other.q, other.key_cache, other.value_cache, grown, other.scale, plan, out)
+    launch(other.q, other.cache, grown, other.options, plan, out)
     assert_close(out, other.exact())
 
 
@@ -311,5 +311,5 @@ def test_a_batch_may_grow_on_the_device_after_the_plan_was_made(num_splits: int)
 def test_calls_without_new_tokens_give_an_empty_output(contexts: Sequence[int]) -> None:
     case = make_case(contexts, [0] * len(contexts))
     for launcher in (paged_attention, prefill_module.prefill, decode_module.decode):
-        out = launcher(case.q, case.key_cache, case.value_cache, case.batch, case.scale)
+        out = launcher(case.q, case.cache, case.batch, case.options)
         assert out.shape == (0, 4, 16)
