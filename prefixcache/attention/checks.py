@@ -18,17 +18,25 @@ from prefixcache.storage.kv_cache import KVCache
 from prefixcache.types import AttentionOptions
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+"""Of q, k and v, and of a cache that is not quantised."""
+QUANTIZED_DTYPES = (torch.float8_e4m3fn, torch.int8)
+"""Of a cache with scales."""
 
 
 def check_write(
-    cache: KVCache, k: torch.Tensor, v: torch.Tensor, slot_mapping: npt.NDArray[np.int64]
+    cache: KVCache, k: torch.Tensor, v: torch.Tensor | None, slot_mapping: npt.NDArray[np.int64]
 ) -> None:
     """The arguments of `write_kv`."""
     _check_cache(cache)
     num_blocks, num_kv_heads, block_size, head_dim = cache.keys.shape
-    expected = (len(slot_mapping), num_kv_heads, head_dim)
-    _check_like_cache("k", k, expected, cache.keys)
-    _check_like_cache("v", v, expected, cache.keys)
+    num_tokens = len(slot_mapping)
+    _check_input("k", k, (num_tokens, num_kv_heads, head_dim), cache)
+    if (v is None) != cache.is_latent:
+        raise InvalidArgumentError("v", "is a part of k in a latent cache, and needed in others")
+    if v is not None:
+        _check_input("v", v, (num_tokens, num_kv_heads, cache.values.shape[3]), cache)
+        if v.dtype != k.dtype:
+            raise InvalidArgumentError("v", f"is {v.dtype}, k is {k.dtype}")
     _check_int_array("slot_mapping", slot_mapping, (len(slot_mapping),), np.int64)
     if len(slot_mapping) == 0:
         return
@@ -51,10 +59,29 @@ def check_attention(
             "q",
             f"must be [T, Hq, D] with Hq a multiple of {num_kv_heads} KV heads, is {list(q.shape)}",
         )
-    _check_like_cache("q", q, (q.shape[0], q.shape[1], head_dim), cache.keys)
+    _check_input("q", q, (q.shape[0], q.shape[1], head_dim), cache)
+    check_options(options, q.shape[1], is_latent=cache.is_latent)
+    check_batch(batch, q.shape[0], num_blocks, block_size)
+
+
+def check_options(options: AttentionOptions, num_query_heads: int, *, is_latent: bool) -> None:
+    """The options fit each other and q."""
+    if options.scale is None and is_latent:
+        raise InvalidArgumentError("scale", "has no default for latent K/V")
     if options.scale is not None and not math.isfinite(options.scale):
         raise InvalidArgumentError("scale", f"must be finite, is {options.scale}")
-    check_batch(batch, q.shape[0], num_blocks, block_size)
+    if options.window is not None and options.window < 1:
+        raise InvalidArgumentError("window", f"must be >= 1, is {options.window}")
+    if options.soft_cap is not None and not 0 < options.soft_cap < math.inf:
+        raise InvalidArgumentError("soft_cap", f"must be finite and > 0, is {options.soft_cap}")
+    for name in ("alibi_slopes", "sinks"):
+        numbers = getattr(options, name)
+        if numbers and len(numbers) != num_query_heads:
+            raise InvalidArgumentError(
+                name, f"has {len(numbers)} numbers, there are {num_query_heads} query heads"
+            )
+        if not all(map(math.isfinite, numbers)):
+            raise InvalidArgumentError(name, "must be finite")
 
 
 def check_batch(batch: AttentionBatch, num_tokens: int, num_blocks: int, block_size: int) -> None:
@@ -94,25 +121,48 @@ def check_batch(batch: AttentionBatch, num_tokens: int, num_blocks: int, block_s
 
 
 def _check_cache(cache: KVCache) -> None:
-    key_cache, value_cache = cache.keys, cache.values
-    if key_cache.ndim != 4 or 0 in key_cache.shape[1:]:
-        raise InvalidArgumentError("keys", f"must be [N, Hkv, B, D], is {list(key_cache.shape)}")
-    if key_cache.dtype not in DTYPES:
-        raise InvalidArgumentError("keys", f"has the unsupported dtype {key_cache.dtype}")
-    _check_like_cache("values", value_cache, tuple(key_cache.shape), key_cache)
+    keys, values = cache.keys, cache.values
+    if keys.ndim != 4 or 0 in keys.shape[1:]:
+        raise InvalidArgumentError("keys", f"must be [N, Hkv, B, D], is {list(keys.shape)}")
+    if keys.dtype not in (DTYPES if cache.scales is None else QUANTIZED_DTYPES):
+        kind = "" if cache.scales is None else " with scales"
+        raise InvalidArgumentError("keys", f"has the dtype {keys.dtype}, unfit for a cache{kind}")
+    value_dim = keys.shape[3]
+    if cache.is_latent:
+        if keys.shape[1] != 1 or cache.scales is not None:
+            raise InvalidArgumentError("keys", "latent K/V have one head and no scales")
+        value_dim = values.shape[-1]
+        if not 1 <= value_dim <= keys.shape[3] or values.data_ptr() != keys.data_ptr():
+            raise InvalidArgumentError("values", "must be the first elements of latent K")
+    _check_tensor("values", values, (*keys.shape[:3], value_dim), keys)
+    if values.dtype != keys.dtype:
+        raise InvalidArgumentError("values", f"is {values.dtype}, the keys are {keys.dtype}")
+    if cache.scales is not None:
+        for name in ("keys", "values"):
+            scales = getattr(cache.scales, name)
+            _check_tensor(f"scales.{name}", scales, tuple(keys.shape[:3]), keys)
+            if scales.dtype != torch.float32:
+                raise InvalidArgumentError(f"scales.{name}", f"must be float32, is {scales.dtype}")
+            if cache.scales.fixed is not None and any(scales.stride()[1:]):
+                raise InvalidArgumentError(
+                    f"scales.{name}", "must have the strides 0 over heads and tokens where fixed"
+                )
 
 
-def _check_like_cache(
-    field: str, tensor: torch.Tensor, shape: tuple[int, ...], key_cache: torch.Tensor
+def _check_input(field: str, tensor: torch.Tensor, shape: tuple[int, ...], cache: KVCache) -> None:
+    """q, k or v: of the cache's dtype, and of any if that is quantised."""
+    _check_tensor(field, tensor, shape, cache.keys)
+    if tensor.dtype not in (DTYPES if cache.scales is not None else (cache.keys.dtype,)):
+        raise InvalidArgumentError(field, f"is {tensor.dtype}, the cache is {cache.keys.dtype}")
+
+
+def _check_tensor(
+    field: str, tensor: torch.Tensor, shape: tuple[int, ...], keys: torch.Tensor
 ) -> None:
     if tensor.shape != shape:
         raise InvalidArgumentError(field, f"must be {list(shape)}, is {list(tensor.shape)}")
-    if tensor.dtype != key_cache.dtype:
-        raise InvalidArgumentError(field, f"is {tensor.dtype}, the cache is {key_cache.dtype}")
-    if tensor.device != key_cache.device:
-        raise InvalidArgumentError(
-            field, f"is on {tensor.device}, the cache is on {key_cache.device}"
-        )
+    if tensor.device != keys.device:
+        raise InvalidArgumentError(field, f"is on {tensor.device}, the cache is on {keys.device}")
 
 
 def _check_int_array(

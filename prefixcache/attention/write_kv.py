@@ -11,14 +11,14 @@ import torch
 
 from prefixcache.attention.checks import check_write
 from prefixcache.attention.device import uses_triton
-from prefixcache.storage.kv_cache import KVCache
+from prefixcache.storage.kv_cache import LARGEST_STORED, SMALLEST_SCALE, KVCache
 
 TILE_ELEMENTS = 2048  # of K, and of V, that a program moves: two loads of 16 bytes a thread
 
 
 @torch.no_grad()
 def write_kv(
-    cache: KVCache, k: torch.Tensor, v: torch.Tensor, slot_mapping: npt.NDArray[np.int64]
+    cache: KVCache, k: torch.Tensor, v: torch.Tensor | None, slot_mapping: npt.NDArray[np.int64]
 ) -> None:
     """Store token t's K/V at slot `slot_mapping[t]`; those with slot -1 are skipped.
 
@@ -35,7 +35,9 @@ def write_kv(
         _write(cache, k, v, slot_mapping)
 
 
-def _launch(cache: KVCache, k: torch.Tensor, v: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+def _launch(
+    cache: KVCache, k: torch.Tensor, v: torch.Tensor | None, slot_mapping: torch.Tensor
+) -> None:
     from prefixcache.attention.kernels.write_kv import write_kv_kernel
 
     key_cache, value_cache = cache.keys, cache.values
@@ -56,7 +58,7 @@ def _launch(cache: KVCache, k: torch.Tensor, v: torch.Tensor, slot_mapping: torc
             key_cache.stride(),
             value_cache.stride(),
             k.stride(),
-            v.stride(),
+            v.stride(),  # type: ignore[union-attr]
             NUM_HEADS=num_heads,
             BLOCK_SIZE=block_size,
             HEAD_DIM=head_dim,
@@ -66,14 +68,46 @@ def _launch(cache: KVCache, k: torch.Tensor, v: torch.Tensor, slot_mapping: torc
 
 
 def _write(
-    cache: KVCache, k: torch.Tensor, v: torch.Tensor, slot_mapping: npt.NDArray[np.int64]
+    cache: KVCache, k: torch.Tensor, v: torch.Tensor | None, slot_mapping: npt.NDArray[np.int64]
 ) -> None:
-    skipped = slot_mapping < 0
-    if skipped.any():
-        tokens = torch.from_numpy(np.flatnonzero(~skipped)).to(k.device)
-        k, v, slot_mapping = k[tokens], v[tokens], slot_mapping[~skipped]
-    block_ids, offsets = np.divmod(slot_mapping, cache.keys.shape[2])
-    block_ids_t = torch.from_numpy(block_ids).to(k.device)
-    offsets_t = torch.from_numpy(offsets).to(k.device)
-    cache.keys[block_ids_t, :, offsets_t] = k
-    cache.values[block_ids_t, :, offsets_t] = v
+    written = slot_mapping >= 0
+    tokens = None
+    if not written.all():
+        tokens = torch.from_numpy(np.flatnonzero(written)).to(k.device)
+        slot_mapping = slot_mapping[written]
+    block_ids, offsets = (
+        torch.from_numpy(column).to(k.device)
+        for column in np.divmod(slot_mapping, cache.keys.shape[2])
+    )
+    for name, new in (("keys", k), ("values", v)):
+        if new is None:
+            continue
+        stored = new if tokens is None else new[tokens]
+        view: torch.Tensor = getattr(cache, name)
+        if cache.scales is not None:
+            scale_view: torch.Tensor = getattr(cache.scales, name)
+            if cache.scales.fixed is None:
+                stored, scales = _quantize(stored, view.dtype, None)
+                scale_view[block_ids, :, offsets] = scales
+            else:
+                fixed = cache.scales.fixed[name == "values"]
+                stored, _ = _quantize(stored, view.dtype, fixed)
+                # One scale a block: the view's other dimensions have the stride 0.
+                scale_view[:, 0, 0][block_ids] = fixed
+        view[block_ids, :, offsets] = stored
+
+
+def _quantize(
+    heads: torch.Tensor, dtype: torch.dtype, fixed: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`[T, Hkv, D]` in float8 or int8, and the scales: `[T, Hkv] float32`."""
+    largest = LARGEST_STORED[dtype]
+    floats = heads.float()
+    if fixed is None:
+        scales = (floats.abs().amax(dim=2) / largest).clamp_(min=SMALLEST_SCALE)
+    else:
+        scales = floats.new_full(heads.shape[:2], fixed)
+    scaled = (floats / scales[:, :, None]).clamp_(-largest, largest)
+    if dtype == torch.int8:
+        scaled = scaled.nan_to_num_().round_()
+    return scaled.to(dtype), scales

@@ -10,6 +10,11 @@ from dataclasses import dataclass
 
 import torch
 
+LARGEST_STORED = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
+"""The largest magnitude that a quantised cache stores; int8 is symmetric."""
+SMALLEST_SCALE = 2.0**-126
+"""A normal float32, so that no division by it depends on how a device treats smaller ones."""
+
 
 @dataclass(frozen=True, slots=True)
 class KVScales:

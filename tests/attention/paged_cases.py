@@ -12,7 +12,7 @@ import torch
 from prefixcache.attention.batch import AttentionBatch, make_batch
 from prefixcache.attention.reference.attention import attention
 from prefixcache.attention.reference.write_kv import write_kv
-from prefixcache.storage.kv_cache import KVCache
+from prefixcache.storage.kv_cache import KVCache, KVScales
 from prefixcache.types import AttentionOptions
 
 NUM_LAYERS = 2
@@ -53,21 +53,28 @@ def make_case(
     dtype: torch.dtype = torch.float32,
     poison: float = float("nan"),
     scale: float | None = None,
+    options: AttentionOptions | None = None,
+    stored: torch.dtype | None = None,
+    fixed_scales: tuple[float, float] | None = None,
     seed: int = 0,
 ) -> PagedCase:
     """Sequences with `contexts` tokens before their `queries` new ones, blocks in random order.
 
-    The caches are layer 1 of a pool `[N, L, 2, Hkv, B, D]`.
+    The caches are layer 1 of a pool `[N, L, 2, Hkv, B, D]`. stored: float8_e4m3fn or int8, for a
+    quantised one, with a scale for each token and head or the `fixed_scales` of K and V.
     """
     generator = torch.Generator().manual_seed(seed)
     sizes = [-(-(c + n) // block_size) for c, n in zip(contexts, queries, strict=True)]
     num_blocks = sum(sizes) + SPARE_BLOCKS
     order = np.random.default_rng(seed).permutation(num_blocks).astype(np.int32)
     tables = np.split(order[: sum(sizes)], np.cumsum(sizes)[:-1]) if sizes else []
-    pool = torch.full(
-        (num_blocks, NUM_LAYERS, 2, num_kv_heads, block_size, head_dim), poison, dtype=dtype
-    )
-    cache = KVCache(pool[:, 1, 0], pool[:, 1, 1])
+    shape = (num_blocks, NUM_LAYERS, 2, num_kv_heads, block_size, head_dim)
+    if stored is None:
+        pool = torch.full(shape, poison, dtype=dtype)
+    else:
+        pool = torch.full(shape, 0x7F, dtype=torch.uint8).view(stored)  # NaN, or 127
+    scales = None if stored is None else _poisoned_scales(shape[:5], poison, fixed_scales)
+    cache = KVCache(pool[:, 1, 0], pool[:, 1, 1], scales)
 
     zeros = [0] * len(tables)
     lengths = [c + n for c, n in zip(contexts, queries, strict=True)]
@@ -82,6 +89,46 @@ def make_case(
         q=q.to(dtype),
         cache=cache,
         batch=make_batch(tables, contexts, queries, zeros, block_size),
-        options=AttentionOptions(scale=scale),
+        options=options or AttentionOptions(scale=scale),
         tables=tables,
     )
+
+
+def make_latent_case(
+    contexts: Sequence[int],
+    queries: Sequence[int],
+    *,
+    num_query_heads: int = 4,
+    latent_dim: int = 32,
+    rope_dim: int = 16,
+    block_size: int = 4,
+    dtype: torch.dtype = torch.float32,
+    poison: float = float("nan"),
+    seed: int = 0,
+) -> PagedCase:
+    """`make_case` over latents: one KV head of `latent_dim + rope_dim`, V its first part."""
+    case = make_case(
+        contexts,
+        queries,
+        num_kv_heads=1,
+        group=num_query_heads,
+        head_dim=latent_dim + rope_dim,
+        block_size=block_size,
+        dtype=dtype,
+        poison=poison,
+        scale=(latent_dim // 2 + rope_dim) ** -0.5,
+        seed=seed,
+    )
+    keys = case.cache.keys
+    return replace(case, cache=KVCache(keys, keys[..., :latent_dim], is_latent=True))
+
+
+def _poisoned_scales(
+    shape: Sequence[int], poison: float, fixed: tuple[float, float] | None
+) -> KVScales:
+    """shape: `(N, L, 2, Hkv, B)`."""
+    if fixed is None:
+        numbers = torch.full(shape, poison)
+    else:
+        numbers = torch.full((*shape[:3], 1, 1), poison).expand(shape)
+    return KVScales(numbers[:, 1, 0], numbers[:, 1, 1], fixed)
