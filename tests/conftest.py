@@ -12,12 +12,18 @@ import os
 
 import pytest
 
+from prefixcache.core.form import FORM
+
 # Plain asserts outside test files show their values too.
 pytest.register_assert_rewrite("tests.core.machine", "tests.support")
 
 VARIABLE = "TRITON_INTERPRET"
 
 os.environ[VARIABLE] = "1"
+
+
+def pytest_report_header() -> str:
+    return f"core: {FORM}"
 
 
 def pytest_configure(config: pytest.Config) -> None:

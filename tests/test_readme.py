@@ -32,7 +32,7 @@ def test_the_recipe_in_the_readme_gives_the_daemons_hashes() -> None:
 
     assert f"`HASH_RECIPE_VERSION` {HASH_RECIPE_VERSION}" in README
     plain = list(block_hashes("a seed of many characters", tokens, 4))
-    assert plain == hasher.chain(None, ids, NO_EXTRA_KEYS).hashes
+    assert plain == list(hasher.chain(None, ids, NO_EXTRA_KEYS).hashes)
     keyed = list(
         block_hashes(
             "a seed of many characters",
@@ -42,7 +42,7 @@ def test_the_recipe_in_the_readme_gives_the_daemons_hashes() -> None:
         )
     )
     extra_keys = ExtraKeys(lora=Lora("l", "p"), cache_salt="s")
-    assert keyed == hasher.chain(None, ids, extra_keys).hashes
+    assert keyed == list(hasher.chain(None, ids, extra_keys).hashes)
 
 
 @pytest.mark.parametrize("option", OPTIONS.values(), ids=lambda option: option.key)

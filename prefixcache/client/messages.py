@@ -96,6 +96,7 @@ def _read_server_info(reply: Any) -> ServerInfo:
         model_name=reply.model_name,
         model_revision=reply.model_revision,
         owner_ttl_s=reply.owner_ttl_s,
+        core=reply.core,
     )
 
 

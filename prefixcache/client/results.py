@@ -42,6 +42,8 @@ class ServerInfo:
     model_revision: str
     owner_ttl_s: float
     """Sequences of a client that makes no call for this long are freed. Seconds."""
+    core: str
+    """Form of the block manager's core: "native" (compiled) or "python"."""
 
 
 @dataclass(frozen=True, slots=True)

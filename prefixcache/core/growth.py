@@ -15,7 +15,7 @@ from prefixcache.core.extra_keys import (
     merge_extra_keys,
     splits_block_of_item,
 )
-from prefixcache.core.hashing import Chain, Hasher
+from prefixcache.core.hashing import BlockHashes, Chain, Hasher
 from prefixcache.core.pool import Pool
 from prefixcache.core.sequence import (
     AppendRow,
@@ -30,7 +30,7 @@ from prefixcache.errors import (
     SequenceBusyError,
     WrongPositionError,
 )
-from prefixcache.types import AppendResult, BlockCopy, ResultCode
+from prefixcache.types import AppendResult, BlockCopy, BlockHash, ResultCode
 
 
 def num_blocks_of(num_tokens: int, block_size: int) -> int:
@@ -68,11 +68,8 @@ def append(pool: Pool, hasher: Hasher, sequence: Sequence, row: AppendRow) -> Ap
     sequence.token_ids.extend(uint32_array(row.token_ids))
     sequence.extra_keys = merge_extra_keys(sequence.extra_keys, row.extra_keys)
     sequence.num_lookahead_tokens = row.num_lookahead_tokens
-    if sequence.registers and new // size > len(sequence.hashes):
-        first = len(sequence.hashes)
-        parent = sequence.hashes[-1] if first else None
-        tail = sequence.tokens(first * size, new)
-        sequence.hashes += hasher.chain(parent, tail, sequence.extra_keys, first).hashes
+    if sequence.registers:
+        _hash_new_blocks(hasher, sequence)
     limit = old + row.num_kv_valid
     sequence.computed = [min(count, limit) for count in sequence.computed]
     return AppendResult(ResultCode.OK, tuple(taken.tolist()), copies)
@@ -90,7 +87,7 @@ def truncate(pool: Pool, sequence: Sequence, num_tokens: int) -> tuple[int, ...]
         # another content's hash.
         stop_registering(sequence)
     del sequence.token_ids[num_tokens:]
-    del sequence.hashes[num_tokens // size :]
+    del sequence.hashes[num_tokens // size * pool.digest_bytes :]
     sequence.num_cached_blocks = min(sequence.num_cached_blocks, num_tokens // size)
     sequence.computed = [min(count, num_tokens) for count in sequence.computed]
     sequence.first_writable = min(sequence.first_writable, num_tokens)
@@ -123,9 +120,9 @@ def commit(pool: Pool, sequence: Sequence) -> None:
     end = min(sequence.num_computed, sequence.num_tokens) // size
     if end <= first:
         return
-    block_ids = sequence.blocks(first, end)
+    block_ids, width = sequence.blocks(first, end), pool.digest_bytes
     chain = Chain(
-        sequence.hashes[first:end],
+        BlockHashes(bytes(sequence.hashes[first * width : end * width]), width),
         sequence.tokens(first * size, end * size),
         block_extra_keys(sequence.extra_keys, first, end - first, size),
     )
@@ -171,13 +168,24 @@ def attention_row(
 
 def stop_registering(sequence: Sequence) -> None:
     sequence.registers = False
-    sequence.hashes = []
+    sequence.hashes.clear()
 
 
 def release_copy_holds(pool: Pool, sequence: Sequence) -> None:
     if sequence.copy_holds:
         pool.release(np.array(sequence.copy_holds, dtype=np.int32))
         sequence.copy_holds.clear()
+
+
+def _hash_new_blocks(hasher: Hasher, sequence: Sequence) -> None:
+    """Hash the full blocks that have no hash yet."""
+    size, width = hasher.block_size, hasher.algorithm.digest_bytes
+    first = len(sequence.hashes) // width
+    if sequence.num_tokens // size <= first:
+        return
+    parent = BlockHash(bytes(sequence.hashes[-width:])) if first else None
+    tail = sequence.tokens(first * size, sequence.num_tokens)
+    sequence.hashes += hasher.chain(parent, tail, sequence.extra_keys, first).hashes.data
 
 
 def release_all(pool: Pool, sequence: Sequence) -> None:

@@ -10,32 +10,69 @@ Recipes (`HASH_RECIPE_VERSION` 1); `sha256_cbor` and `xxhash_cbor` give the byte
     xxhash_cbor  XXH3-128  the same bytes
     xxh3         XXH3-128  parent ‖ token ids as u32 LE ‖ canonical CBOR of extra keys, if any
 
-The token ids of a whole prompt are encoded to CBOR at once: each token's bytes are laid out
-right-aligned in a row of five, and one boolean selection drops the unused ones. Calling an
-encoder per block costs several times the hashing itself.
+A chain is made by compiled code or in Python, as `form` says. A digest that is none of the three
+(tests inject some) goes the Python way in both.
 """
 
 from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import overload
 
 import cbor2
 import numpy as np
-import numpy.typing as npt
 import xxhash
 
 from prefixcache.core.extra_keys import block_extra_keys
+from prefixcache.core.form import FORM
+from prefixcache.core.python.hash_chain import hash_cbor, hash_raw
 from prefixcache.types import BlockHash, ExtraKeys, TokenIds
 
 HASH_RECIPE_VERSION = 1
 
-_CBOR_NULL = b"\xf6"
-_CBOR_MAX_TOKEN_BYTES = 5
-_TOKENS_A_CHUNK = 1 << 15
-"""Tokens encoded at a time: the five-fold scratch rows of a chunk stay in the cache."""
+_native_hash_chain: Callable[..., bytes] | None = None
+if FORM == "native":
+    from prefixcache.core.native.hash_chain import hash_chain
+
+    _native_hash_chain = hash_chain
+
+
+class BlockHashes(Sequence[BlockHash]):
+    """Hashes of consecutive blocks in one buffer, `digest_bytes` each. Immutable.
+
+    A sequence of bytes objects to look at; the pool reads `data`.
+    """
+
+    __slots__ = ("data", "digest_bytes")
+
+    def __init__(self, data: bytes, digest_bytes: int) -> None:
+        self.data = data
+        self.digest_bytes = digest_bytes
+
+    def __len__(self) -> int:
+        return len(self.data) // self.digest_bytes
+
+    @overload
+    def __getitem__(self, index: int) -> BlockHash: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> BlockHashes: ...
+
+    def __getitem__(self, index: int | slice) -> BlockHash | BlockHashes:
+        width = self.digest_bytes
+        if isinstance(index, slice):
+            start, stop, step = index.indices(len(self))
+            assert step == 1
+            return BlockHashes(self.data[start * width : stop * width], width)
+        start = range(len(self))[index] * width
+        return BlockHash(self.data[start : start + width])
+
+    def __iter__(self) -> Iterator[BlockHash]:
+        data, width = self.data, self.digest_bytes
+        return iter([BlockHash(data[at : at + width]) for at in range(0, len(data), width)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,15 +118,20 @@ def hash_blocks(
     token_ids: TokenIds,
     extra_keys: Sequence[bytes] | None,
     block_size: int,
-) -> list[BlockHash]:
+) -> BlockHashes:
     """Hashes of the full blocks of `token_ids`, chained from `parent`.
 
     token_ids: `[n] uint32`, n a multiple of block_size (the start of the chain is `parent`).
     extra_keys: one encoded value a block as `block_extra_keys` gives it, or None.
     """
-    if algorithm.uses_cbor:
-        return _hash_cbor(algorithm, parent, token_ids, extra_keys, block_size)
-    return _hash_raw(algorithm, parent, token_ids, extra_keys, block_size)
+    if _native_hash_chain is not None and HASH_ALGORITHMS.get(algorithm.name) is algorithm:
+        data = _native_hash_chain(
+            algorithm.name, parent, np.ascontiguousarray(token_ids), extra_keys, block_size
+        )
+    else:
+        chain = hash_cbor if algorithm.uses_cbor else hash_raw
+        data = chain(algorithm.digest, parent, token_ids, extra_keys, block_size)
+    return BlockHashes(data, algorithm.digest_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +142,7 @@ class Chain:
     (`b""` for none), or None for none in any.
     """
 
-    hashes: Sequence[BlockHash]
+    hashes: BlockHashes
     token_ids: TokenIds
     extra_keys: Sequence[bytes] | None
 
@@ -132,71 +174,3 @@ class Hasher:
         keys = block_extra_keys(extra_keys, first_block, num_blocks, size)
         start = self.none_hash if parent is None else parent
         return Chain(hash_blocks(self.algorithm, start, content, keys, size), content, keys)
-
-
-def _hash_raw(
-    algorithm: HashAlgorithm,
-    parent: bytes,
-    token_ids: TokenIds,
-    extra_keys: Sequence[bytes] | None,
-    block_size: int,
-) -> list[BlockHash]:
-    data = np.ascontiguousarray(token_ids, dtype="<u4").tobytes()
-    width = block_size * 4
-    digest = algorithm.digest
-    hashes: list[BlockHash] = []
-    for index, start in enumerate(range(0, len(data), width)):
-        message = parent + data[start : start + width]
-        if extra_keys is not None:
-            message += extra_keys[index]
-        parent = digest(message)
-        hashes.append(BlockHash(parent))
-    return hashes
-
-
-def _hash_cbor(
-    algorithm: HashAlgorithm,
-    parent: bytes,
-    token_ids: TokenIds,
-    extra_keys: Sequence[bytes] | None,
-    block_size: int,
-) -> list[BlockHash]:
-    # A list of three, then the head of a byte string of the parent's length.
-    head = b"\x83" + _cbor_head(2, algorithm.digest_bytes)
-    array_head = _cbor_head(4, block_size)
-    digest = algorithm.digest
-    hashes: list[BlockHash] = []
-    chunk = max(1, _TOKENS_A_CHUNK // block_size) * block_size
-    for chunk_start in range(0, len(token_ids), chunk):
-        body, ends = _encode_tokens(token_ids[chunk_start : chunk_start + chunk], block_size)
-        start = 0
-        for end in ends:
-            tail = (extra_keys[len(hashes)] if extra_keys is not None else b"") or _CBOR_NULL
-            parent = digest(b"".join((head, parent, array_head, body[start:end], tail)))
-            hashes.append(BlockHash(parent))
-            start = end
-    return hashes
-
-
-def _encode_tokens(token_ids: TokenIds, block_size: int) -> tuple[bytes, list[int]]:
-    """CBOR unsigned integers of all tokens in a row, and where each block's bytes end."""
-    num_tokens = len(token_ids)
-    rows = np.empty((num_tokens, _CBOR_MAX_TOKEN_BYTES), dtype=np.uint8)
-    rows[:, 1:] = token_ids.astype(">u4").view(np.uint8).reshape(num_tokens, 4)
-    rows[:, 0] = 0x1A
-    one, two, four = token_ids > 23, token_ids > 0xFF, token_ids > 0xFFFF
-    middle, low = rows[:, 2], rows[:, 3]
-    middle[~four] = 0x19
-    low[~two] = 0x18
-    used = np.empty((num_tokens, _CBOR_MAX_TOKEN_BYTES), dtype=np.bool_)
-    used[:, 0] = used[:, 1] = four
-    used[:, 2] = two
-    used[:, 3] = one
-    used[:, 4] = True
-    widths: npt.NDArray[np.int64] = used.reshape(-1, block_size * _CBOR_MAX_TOKEN_BYTES).sum(axis=1)
-    return rows[used].tobytes(), np.cumsum(widths).tolist()
-
-
-def _cbor_head(major_type: int, length: int) -> bytes:
-    encoded: bytes = cbor2.dumps(length, canonical=True)
-    return bytes([encoded[0] | major_type << 5]) + encoded[1:]

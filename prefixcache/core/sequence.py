@@ -15,7 +15,6 @@ from prefixcache.core.hashing import Chain
 from prefixcache.types import (
     NO_EXTRA_KEYS,
     BlockCopy,
-    BlockHash,
     BlockIds,
     CacheUse,
     ExtraKeys,
@@ -90,7 +89,8 @@ class Sequence:
     """Tokens, block table and progress of one sequence.
 
     computed[layer]: tokens whose K/V of that layer are in place; one entry without storage.
-    hashes: of the full blocks, kept while the sequence may register blocks.
+    hashes: of the full blocks, one digest after another, kept while the sequence may register
+    blocks.
     num_cached_blocks: leading blocks of the table that are registered or stand by.
     first_writable: K/V of positions below it are never written (they are somebody's hit).
     last_call, last_reply: what a repeat of the last applied state call is recognised by and
@@ -105,7 +105,7 @@ class Sequence:
     extra_keys: ExtraKeys
     token_ids: array[int]
     block_table: array[int]
-    hashes: list[BlockHash]
+    hashes: bytearray
     computed: list[int]
     num_prompt_tokens: int
     num_cached_tokens: int
@@ -156,7 +156,7 @@ class Sequence:
             extra_keys=self.extra_keys,
             token_ids=array("I", self.token_ids),
             block_table=array("i", self.block_table),
-            hashes=list(self.hashes),
+            hashes=bytearray(self.hashes),
             computed=[num_tokens] * len(self.computed),
             num_prompt_tokens=self.num_prompt_tokens,
             num_cached_tokens=num_tokens,

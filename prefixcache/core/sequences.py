@@ -157,7 +157,7 @@ class Sequences:
             extra_keys=prompt.extra_keys,
             token_ids=uint32_array(prompt.token_ids),
             block_table=int32_array(block_ids),
-            hashes=list(prompt.chain.hashes) if registers and prompt.chain else [],
+            hashes=bytearray(prompt.chain.hashes.data if registers and prompt.chain else b""),
             computed=[plan.num_cached_tokens] * self._num_layers,
             num_prompt_tokens=num_tokens,
             num_cached_tokens=plan.num_cached_tokens,

@@ -88,7 +88,7 @@ class InProcessTarget:
         algorithm = HASH_ALGORITHMS[hash_algorithm]
         if verify_hits is None:
             verify_hits = not algorithm.is_cryptographic
-        self._pool = Pool(num_blocks, block_size, verify_hits)
+        self._pool = Pool(num_blocks, block_size, verify_hits, algorithm.digest_bytes)
         self._sequences = Sequences(self._pool, Hasher(algorithm, None, block_size))
         self._owner = secrets.token_bytes(16)
         self._running_id = 0

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from prefixcache import __version__
+from prefixcache.core.form import FORM
 from prefixcache.core.hashing import HASH_ALGORITHMS, HASH_RECIPE_VERSION, Hasher
 from prefixcache.core.pool import Pool
 from prefixcache.core.sequences import Sequences
@@ -88,7 +89,7 @@ class Daemon:
         self._clock = clock
         self._started_s = clock()
         self.sequences = Sequences(
-            Pool(cache.num_blocks, cache.block_size, verify),
+            Pool(cache.num_blocks, cache.block_size, verify, algorithm.digest_bytes),
             hasher,
             num_layers=model.layout.num_layers if model.layout else 1,
             caching=cache.prefix_caching,
@@ -147,6 +148,7 @@ class Daemon:
             model_name=model.name,
             model_revision=model.revision,
             owner_ttl_s=cache.owner_ttl_s,
+            core=FORM,
         )
 
 

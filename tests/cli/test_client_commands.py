@@ -43,6 +43,7 @@ INFO = ServerInfo(
     model_name="",
     model_revision="r1",
     owner_ttl_s=600.0,
+    core="native",
 )
 STATS = PoolStats(
     **{field.name: 0 for field in dataclasses.fields(PoolStats)}

@@ -42,6 +42,7 @@ def info_reply(**changes: Any) -> cache_pb2.GetServerInfoResponse:
         "limits": cache_pb2.Limits(max_message_bytes=2**28, max_fork_children=256),
         "capabilities": ["attention"],
         "owner_ttl_s": 600.0,
+        "core": "native",
     }
     return cache_pb2.GetServerInfoResponse(**(fields | changes))
 

@@ -65,7 +65,7 @@ class Manager:
         owner_ttl_s: float = 600.0,
     ) -> None:
         self.clock_s = 0.0
-        self.pool = Pool(num_blocks, block_size, verify_hits)
+        self.pool = Pool(num_blocks, block_size, verify_hits, algorithm.digest_bytes)
         self.sequences = Sequences(
             self.pool,
             Hasher(algorithm, SEED, block_size),

@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from prefixcache.core.free_queue import FreeQueue
+from prefixcache.core.python.free_queue import FreeQueue
 
 
 def ids(blocks: list[int]) -> np.ndarray:

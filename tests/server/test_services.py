@@ -22,6 +22,7 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
 )
 
 from prefixcache import __version__
+from prefixcache.core.form import FORM
 from prefixcache.core.hashing import HASH_RECIPE_VERSION
 from prefixcache.errors import InvalidArgumentError
 from prefixcache.rpc._pb import admin_pb2, cache_pb2
@@ -277,6 +278,7 @@ def test_the_description_says_what_a_client_needs() -> None:
         assert list(info.capabilities) == ["attention"]
         assert (info.model_name, info.model_revision) == ("org/model", "r1")
         assert info.owner_ttl_s == 12.5
+        assert info.core == FORM
         assert info.layout_fingerprint == fingerprint(
             LAYOUT,
             block_size=4,

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from prefixcache.core.hashing import BlockHashes
 from prefixcache.core.pool import PLAIN, REGISTERED, STANDBY, Pool
 from prefixcache.core.sequence import Sequence
 from prefixcache.core.sequences import Sequences
@@ -49,7 +50,7 @@ def _progress(sequence: Sequence) -> tuple[Any, ...]:
         sequence.sequence_id,
         sequence.tokens(0, sequence.num_tokens).tolist(),
         sequence.blocks().tolist(),
-        list(sequence.hashes),
+        bytes(sequence.hashes),
         list(sequence.computed),
         list(sequence.copy_holds),
         list(sequence.last_attention_start),
@@ -109,10 +110,9 @@ def _check_tables(pool: Pool, holders: Iterable[Sequence]) -> None:
         assert len(table) * size >= sequence.num_tokens + sequence.num_lookahead_tokens
         assert max(sequence.computed) <= sequence.num_tokens + sequence.num_lookahead_tokens
         if sequence.registers:
-            assert len(sequence.hashes) == sequence.num_tokens // size
-            for block, block_hash in zip(
-                table[: sequence.num_cached_blocks], sequence.hashes, strict=False
-            ):
+            hashes = list(BlockHashes(bytes(sequence.hashes), pool.digest_bytes))
+            assert len(hashes) == sequence.num_tokens // size
+            for block, block_hash in zip(table[: sequence.num_cached_blocks], hashes, strict=False):
                 assert pool.hash_of(block) == block_hash
 
 

@@ -24,19 +24,19 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aprefixcache/v1/cache.proto\x12\x0eprefixcache.v1\"\"\n\x04Lora\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\"H\n\x0eMultimodalItem\x12\x12\n\nidentifier\x18\x01 \x01(\t\x12\x0e\n\x06offset\x18\x02 \x01(\r\x12\x12\n\nnum_tokens\x18\x03 \x01(\r\"C\n\x0cPromptEmbeds\x12\x0e\n\x06offset\x18\x01 \x01(\r\x12\x12\n\nnum_tokens\x18\x02 \x01(\r\x12\x0f\n\x07\x64igests\x18\x03 \x03(\x0c\"\xb2\x01\n\tExtraKeys\x12\"\n\x04lora\x18\x01 \x01(\x0b\x32\x14.prefixcache.v1.Lora\x12\x38\n\x10multimodal_items\x18\x02 \x03(\x0b\x32\x1e.prefixcache.v1.MultimodalItem\x12\x12\n\ncache_salt\x18\x03 \x01(\t\x12\x33\n\rprompt_embeds\x18\x04 \x03(\x0b\x32\x1c.prefixcache.v1.PromptEmbeds\"4\n\x14GetServerInfoRequest\x12\x1c\n\x14\x65xpected_fingerprint\x18\x01 \x01(\x0c\"j\n\x08KVLayout\x12\x12\n\nnum_layers\x18\x01 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x02 \x01(\r\x12\x10\n\x08head_dim\x18\x03 \x01(\r\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x13\n\x0b\x62lock_bytes\x18\x05 \x01(\x04\">\n\x06Limits\x12\x19\n\x11max_message_bytes\x18\x01 \x01(\x04\x12\x19\n\x11max_fork_children\x18\x02 \x01(\r\"\xe3\x03\n\x15GetServerInfoResponse\x12\x13\n\x0b\x61pi_version\x18\x01 \x01(\t\x12\x16\n\x0eserver_version\x18\x02 \x01(\t\x12\x0f\n\x07\x62oot_id\x18\x03 \x01(\x0c\x12(\n\x06layout\x18\x04 \x01(\x0b\x32\x18.prefixcache.v1.KVLayout\x12\x1a\n\x12layout_fingerprint\x18\x05 \x01(\x0c\x12\x12\n\nnum_blocks\x18\x06 \x01(\r\x12\x12\n\nblock_size\x18\x07 \x01(\r\x12\x0e\n\x06\x64\x65vice\x18\x08 \x01(\t\x12\x16\n\x0ehash_algorithm\x18\t \x01(\t\x12\x1b\n\x13hash_recipe_version\x18\n \x01(\r\x12\x13\n\x0bhash_seeded\x18\x0b \x01(\x08\x12\x18\n\x10none_hash_digest\x18\x0c \x01(\x0c\x12\x13\n\x0bverify_hits\x18\r \x01(\x08\x12\x16\n\x0eprefix_caching\x18\x0e \x01(\x08\x12&\n\x06limits\x18\x0f \x01(\x0b\x32\x16.prefixcache.v1.Limits\x12\x14\n\x0c\x63\x61pabilities\x18\x10 \x03(\t\x12\x12\n\nmodel_name\x18\x11 \x01(\t\x12\x16\n\x0emodel_revision\x18\x12 \x01(\t\x12\x13\n\x0bowner_ttl_s\x18\x13 \x01(\x01\"\xaf\x01\n\rLookupRequest\x12\x11\n\ttoken_ids\x18\x01 \x03(\x07\x12-\n\nextra_keys\x18\x02 \x01(\x0b\x32\x19.prefixcache.v1.ExtraKeys\x12\x1c\n\x14num_lookahead_tokens\x18\x03 \x01(\r\x12)\n\x08\x66ull_hit\x18\x04 \x01(\x0e\x32\x17.prefixcache.v1.FullHit\x12\x13\n\x0bwant_hashes\x18\x05 \x01(\x08\"\x90\x01\n\x0eLookupResponse\x12\x19\n\x11num_cached_tokens\x18\x01 \x01(\r\x12\x19\n\x11num_cached_blocks\x18\x02 \x01(\r\x12\x19\n\x11num_blocks_needed\x18\x03 \x01(\r\x12\x17\n\x0fnum_blocks_free\x18\x04 \x01(\r\x12\x14\n\x0c\x62lock_hashes\x18\x05 \x03(\x0c\"\x99\x02\n\x0f\x41llocateRequest\x12\r\n\x05owner\x18\x01 \x01(\x0c\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\x07\x12-\n\nextra_keys\x18\x04 \x01(\x0b\x32\x19.prefixcache.v1.ExtraKeys\x12\x1c\n\x14num_lookahead_tokens\x18\x05 \x01(\r\x12+\n\tcache_use\x18\x06 \x01(\x0e\x32\x18.prefixcache.v1.CacheUse\x12)\n\x08\x66ull_hit\x18\x07 \x01(\x0e\x32\x17.prefixcache.v1.FullHit\x12\x1a\n\x12layout_fingerprint\x18\x08 \x01(\x0c\x12\x0f\n\x07resumed\x18\t \x01(\x08\"U\n\x10\x41llocateResponse\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x06\x12\x19\n\x11num_cached_tokens\x18\x02 \x01(\r\x12\x11\n\tblock_ids\x18\x03 \x03(\x07\"M\n\x0f\x41ppendExtraKeys\x12\x0b\n\x03row\x18\x01 \x01(\r\x12-\n\nextra_keys\x18\x02 \x01(\x0b\x32\x19.prefixcache.v1.ExtraKeys\"\xdd\x01\n\rAppendRequest\x12\r\n\x05owner\x18\x01 \x01(\x0c\x12\x14\n\x0csequence_ids\x18\x02 \x03(\x06\x12\x17\n\x0fstart_positions\x18\x03 \x03(\x07\x12\x12\n\nnum_tokens\x18\x04 \x03(\x07\x12\x11\n\ttoken_ids\x18\x05 \x03(\x07\x12\x14\n\x0cnum_kv_valid\x18\x06 \x03(\x07\x12\x1c\n\x14num_lookahead_tokens\x18\x07 \x03(\x07\x12\x33\n\nextra_keys\x18\x08 \x03(\x0b\x32\x1f.prefixcache.v1.AppendExtraKeys\"\xb3\x01\n\x0e\x41ppendResponse\x12\x14\n\x0cresult_codes\x18\x01 \x03(\x07\x12\x16\n\x0enum_new_blocks\x18\x02 \x03(\x07\x12\x15\n\rnew_block_ids\x18\x03 \x03(\x07\x12\x12\n\nnum_copies\x18\x04 \x03(\x07\x12\x14\n\x0c\x63opy_sources\x18\x05 \x03(\x07\x12\x19\n\x11\x63opy_destinations\x18\x06 \x03(\x07\x12\x17\n\x0fnum_blocks_free\x18\x07 \x01(\r\"j\n\rCommitRequest\x12\r\n\x05owner\x18\x01 \x01(\x0c\x12\x14\n\x0csequence_ids\x18\x02 \x03(\x06\x12\x17\n\x0fstart_positions\x18\x03 \x03(\x07\x12\x1b\n\x13num_computed_tokens\x18\x04 \x03(\x07\"A\n\x0e\x43ommitResponse\x12\x14\n\x0cresult_codes\x18\x01 \x03(\x07\x12\x19\n\x11num_cached_blocks\x18\x02 \x03(\x07\"Z\n\x0b\x46orkRequest\x12\r\n\x05owner\x18\x01 \x01(\x0c\x12\x13\n\x0bsequence_id\x18\x02 \x01(\x06\x12\x12\n\nnum_tokens\x18\x03 \x01(\r\x12\x13\n\x0brequest_ids\x18\x04 \x03(\t\"$\n\x0c\x46orkResponse\x12\x14\n\x0csequence_ids\x18\x01 \x03(\x06\"j\n\x0fTruncateRequest\x12\r\n\x05owner\x18\x01 \x01(\x0c\x12\x13\n\x0bsequence_id\x18\x02 \x01(\x06\x12\x19\n\x11num_tokens_before\x18\x03 \x01(\r\x12\x18\n\x10num_tokens_after\x18\x04 \x01(\r\"-\n\x10TruncateResponse\x12\x19\n\x11\x64ropped_block_ids\x18\x01 \x03(\x07\"G\n\x0b\x46reeRequest\x12\r\n\x05owner\x18\x01 \x01(\x0c\x12\x14\n\x0csequence_ids\x18\x02 \x03(\x06\x12\x13\n\x0brequest_ids\x18\x03 \x03(\t\"$\n\x0c\x46reeResponse\x12\x14\n\x0cresult_codes\x18\x01 \x03(\x07*\x82\x01\n\x08\x43\x61\x63heUse\x12\x19\n\x15\x43\x41\x43HE_USE_UNSPECIFIED\x10\x00\x12\x18\n\x14\x43\x41\x43HE_USE_READ_WRITE\x10\x01\x12\x15\n\x11\x43\x41\x43HE_USE_NO_READ\x10\x02\x12\x16\n\x12\x43\x41\x43HE_USE_NO_WRITE\x10\x03\x12\x12\n\x0e\x43\x41\x43HE_USE_NONE\x10\x04*U\n\x07\x46ullHit\x12\x18\n\x14\x46ULL_HIT_UNSPECIFIED\x10\x00\x12\x17\n\x13\x46ULL_HIT_LAST_TOKEN\x10\x01\x12\x17\n\x13\x46ULL_HIT_LAST_BLOCK\x10\x02*\xe4\x01\n\nResultCode\x12\x1b\n\x17RESULT_CODE_UNSPECIFIED\x10\x00\x12\x12\n\x0eRESULT_CODE_OK\x10\x01\x12\x19\n\x15RESULT_CODE_NOT_FOUND\x10\x02\x12\x1e\n\x1aRESULT_CODE_WRONG_POSITION\x10\x03\x12\x14\n\x10RESULT_CODE_BUSY\x10\x04\x12\x17\n\x13RESULT_CODE_NO_ROOM\x10\x05\x12\x1c\n\x18RESULT_CODE_EXCEEDS_POOL\x10\x06\x12\x1d\n\x19RESULT_CODE_BEYOND_TOKENS\x10\x07\x32\xf1\x04\n\x12PrefixCacheService\x12\\\n\rGetServerInfo\x12$.prefixcache.v1.GetServerInfoRequest\x1a%.prefixcache.v1.GetServerInfoResponse\x12G\n\x06Lookup\x12\x1d.prefixcache.v1.LookupRequest\x1a\x1e.prefixcache.v1.LookupResponse\x12M\n\x08\x41llocate\x12\x1f.prefixcache.v1.AllocateRequest\x1a .prefixcache.v1.AllocateResponse\x12G\n\x06\x41ppend\x12\x1d.prefixcache.v1.AppendRequest\x1a\x1e.prefixcache.v1.AppendResponse\x12G\n\x06\x43ommit\x12\x1d.prefixcache.v1.CommitRequest\x1a\x1e.prefixcache.v1.CommitResponse\x12\x41\n\x04\x46ork\x12\x1b.prefixcache.v1.ForkRequest\x1a\x1c.prefixcache.v1.ForkResponse\x12M\n\x08Truncate\x12\x1f.prefixcache.v1.TruncateRequest\x1a .prefixcache.v1.TruncateResponse\x12\x41\n\x04\x46ree\x12\x1b.prefixcache.v1.FreeRequest\x1a\x1c.prefixcache.v1.FreeResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aprefixcache/v1/cache.proto\x12\x0eprefixcache.v1\"\"\n\x04Lora\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\"H\n\x0eMultimodalItem\x12\x12\n\nidentifier\x18\x01 \x01(\t\x12\x0e\n\x06offset\x18\x02 \x01(\r\x12\x12\n\nnum_tokens\x18\x03 \x01(\r\"C\n\x0cPromptEmbeds\x12\x0e\n\x06offset\x18\x01 \x01(\r\x12\x12\n\nnum_tokens\x18\x02 \x01(\r\x12\x0f\n\x07\x64igests\x18\x03 \x03(\x0c\"\xb2\x01\n\tExtraKeys\x12\"\n\x04lora\x18\x01 \x01(\x0b\x32\x14.prefixcache.v1.Lora\x12\x38\n\x10multimodal_items\x18\x02 \x03(\x0b\x32\x1e.prefixcache.v1.MultimodalItem\x12\x12\n\ncache_salt\x18\x03 \x01(\t\x12\x33\n\rprompt_embeds\x18\x04 \x03(\x0b\x32\x1c.prefixcache.v1.PromptEmbeds\"4\n\x14GetServerInfoRequest\x12\x1c\n\x14\x65xpected_fingerprint\x18\x01 \x01(\x0c\"j\n\x08KVLayout\x12\x12\n\nnum_layers\x18\x01 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x02 \x01(\r\x12\x10\n\x08head_dim\x18\x03 \x01(\r\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x13\n\x0b\x62lock_bytes\x18\x05 \x01(\x04\">\n\x06Limits\x12\x19\n\x11max_message_bytes\x18\x01 \x01(\x04\x12\x19\n\x11max_fork_children\x18\x02 \x01(\r\"\xf1\x03\n\x15GetServerInfoResponse\x12\x13\n\x0b\x61pi_version\x18\x01 \x01(\t\x12\x16\n\x0eserver_version\x18\x02 \x01(\t\x12\x0f\n\x07\x62oot_id\x18\x03 \x01(\x0c\x12(\n\x06layout\x18\x04 \x01(\x0b\x32\x18.prefixcache.v1.KVLayout\x12\x1a\n\x12layout_fingerprint\x18\x05 \x01(\x0c\x12\x12\n\nnum_blocks\x18\x06 \x01(\r\x12\x12\n\nblock_size\x18\x07 \x01(\r\x12\x0e\n\x06\x64\x65vice\x18\x08 \x01(\t\x12\x16\n\x0ehash_algorithm\x18\t \x01(\t\x12\x1b\n\x13hash_recipe_version\x18\n \x01(\r\x12\x13\n\x0bhash_seeded\x18\x0b \x01(\x08\x12\x18\n\x10none_hash_digest\x18\x0c \x01(\x0c\x12\x13\n\x0bverify_hits\x18\r \x01(\x08\x12\x16\n\x0eprefix_caching\x18\x0e \x01(\x08\x12&\n\x06limits\x18\x0f \x01(\x0b\x32\x16.prefixcache.v1.Limits\x12\x14\n\x0c\x63\x61pabilities\x18\x10 \x03(\t\x12\x12\n\nmodel_name\x18\x11 \x01(\t\x12\x16\n\x0emodel_revision\x18\x12 \x01(\t\x12\x13\n\x0bowner_ttl_s\x18\x13 \x01(\x01\x12\x0c\n\x04\x63ore\x18\x14 \x01(\t\"\xaf\x01\n\rLookupRequest\x12\x11\n\ttoken_ids\x18\x01 \x03(\x07\x12-\n\nextra_keys\x18\x02 \x01(\x0b\x32\x19.prefixcache.v1.ExtraKeys\x12\x1c\n\x14num_lookahead_tokens\x18\x03 \x01(\r\x12)\n\x08\x66ull_hit\x18\x04 \x01(\x0e\x32\x17.prefixcache.v1.FullHit\x12\x13\n\x0bwant_hashes\x18\x05 \x01(\x08\"\x90\x01\n\x0eLookupResponse\x12\x19\n\x11num_cached_tokens\x18\x01 \x01(\r\x12\x19\n\x11num_cached_blocks\x18\x02 \x01(\r\x12\x19\n\x11num_blocks_needed\x18\x03 \x01(\r\x12\x17\n\x0fnum_blocks_free\x18\x04 \x01(\r\x12\x14\n\x0c\x62lock_hashes\x18\x05 \x03(\x0c\"\x99\x02\n\x0f\x41llocateRequest\x12\r\n\x05owner\x18\x01 \x01(\x0c\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\x07\x12-\n\nextra_keys\x18\x04 \x01(\x0b\x32\x19.prefixcache.v1.ExtraKeys\x12\x1c\n\x14num_lookahead_tokens\x18\x05 \x01(\r\x12+\n\tcache_use\x18\x06 \x01(\x0e\x32\x18.prefixcache.v1.CacheUse\x12)\n\x08\x66ull_hit\x18\x07 \x01(\x0e\x32\x17.prefixcache.v1.FullHit\x12\x1a\n\x12layout_fingerprint\x18\x08 \x01(\x0c\x12\x0f\n\x07resumed\x18\t \x01(\x08\"U\n\x10\x41llocateResponse\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x06\x12\x19\n\x11num_cached_tokens\x18\x02 \x01(\r\x12\x11\n\tblock_ids\x18\x03 \x03(\x07\"M\n\x0f\x41ppendExtraKeys\x12\x0b\n\x03row\x18\x01 \x01(\r\x12-\n\nextra_keys\x18\x02 \x01(\x0b\x32\x19.prefixcache.v1.ExtraKeys\"\xdd\x01\n\rAppendRequest\x12\r\n\x05owner\x18\x01 \x01(\x0c\x12\x14\n\x0csequence_ids\x18\x02 \x03(\x06\x12\x17\n\x0fstart_positions\x18\x03 \x03(\x07\x12\x12\n\nnum_tokens\x18\x04 \x03(\x07\x12\x11\n\ttoken_ids\x18\x05 \x03(\x07\x12\x14\n\x0cnum_kv_valid\x18\x06 \x03(\x07\x12\x1c\n\x14num_lookahead_tokens\x18\x07 \x03(\x07\x12\x33\n\nextra_keys\x18\x08 \x03(\x0b\x32\x1f.prefixcache.v1.AppendExtraKeys\"\xb3\x01\n\x0e\x41ppendResponse\x12\x14\n\x0cresult_codes\x18\x01 \x03(\x07\x12\x16\n\x0enum_new_blocks\x18\x02 \x03(\x07\x12\x15\n\rnew_block_ids\x18\x03 \x03(\x07\x12\x12\n\nnum_copies\x18\x04 \x03(\x07\x12\x14\n\x0c\x63opy_sources\x18\x05 \x03(\x07\x12\x19\n\x11\x63opy_destinations\x18\x06 \x03(\x07\x12\x17\n\x0fnum_blocks_free\x18\x07 \x01(\r\"j\n\rCommitRequest\x12\r\n\x05owner\x18\x01 \x01(\x0c\x12\x14\n\x0csequence_ids\x18\x02 \x03(\x06\x12\x17\n\x0fstart_positions\x18\x03 \x03(\x07\x12\x1b\n\x13num_computed_tokens\x18\x04 \x03(\x07\"A\n\x0e\x43ommitResponse\x12\x14\n\x0cresult_codes\x18\x01 \x03(\x07\x12\x19\n\x11num_cached_blocks\x18\x02 \x03(\x07\"Z\n\x0b\x46orkRequest\x12\r\n\x05owner\x18\x01 \x01(\x0c\x12\x13\n\x0bsequence_id\x18\x02 \x01(\x06\x12\x12\n\nnum_tokens\x18\x03 \x01(\r\x12\x13\n\x0brequest_ids\x18\x04 \x03(\t\"$\n\x0c\x46orkResponse\x12\x14\n\x0csequence_ids\x18\x01 \x03(\x06\"j\n\x0fTruncateRequest\x12\r\n\x05owner\x18\x01 \x01(\x0c\x12\x13\n\x0bsequence_id\x18\x02 \x01(\x06\x12\x19\n\x11num_tokens_before\x18\x03 \x01(\r\x12\x18\n\x10num_tokens_after\x18\x04 \x01(\r\"-\n\x10TruncateResponse\x12\x19\n\x11\x64ropped_block_ids\x18\x01 \x03(\x07\"G\n\x0b\x46reeRequest\x12\r\n\x05owner\x18\x01 \x01(\x0c\x12\x14\n\x0csequence_ids\x18\x02 \x03(\x06\x12\x13\n\x0brequest_ids\x18\x03 \x03(\t\"$\n\x0c\x46reeResponse\x12\x14\n\x0cresult_codes\x18\x01 \x03(\x07*\x82\x01\n\x08\x43\x61\x63heUse\x12\x19\n\x15\x43\x41\x43HE_USE_UNSPECIFIED\x10\x00\x12\x18\n\x14\x43\x41\x43HE_USE_READ_WRITE\x10\x01\x12\x15\n\x11\x43\x41\x43HE_USE_NO_READ\x10\x02\x12\x16\n\x12\x43\x41\x43HE_USE_NO_WRITE\x10\x03\x12\x12\n\x0e\x43\x41\x43HE_USE_NONE\x10\x04*U\n\x07\x46ullHit\x12\x18\n\x14\x46ULL_HIT_UNSPECIFIED\x10\x00\x12\x17\n\x13\x46ULL_HIT_LAST_TOKEN\x10\x01\x12\x17\n\x13\x46ULL_HIT_LAST_BLOCK\x10\x02*\xe4\x01\n\nResultCode\x12\x1b\n\x17RESULT_CODE_UNSPECIFIED\x10\x00\x12\x12\n\x0eRESULT_CODE_OK\x10\x01\x12\x19\n\x15RESULT_CODE_NOT_FOUND\x10\x02\x12\x1e\n\x1aRESULT_CODE_WRONG_POSITION\x10\x03\x12\x14\n\x10RESULT_CODE_BUSY\x10\x04\x12\x17\n\x13RESULT_CODE_NO_ROOM\x10\x05\x12\x1c\n\x18RESULT_CODE_EXCEEDS_POOL\x10\x06\x12\x1d\n\x19RESULT_CODE_BEYOND_TOKENS\x10\x07\x32\xf1\x04\n\x12PrefixCacheService\x12\\\n\rGetServerInfo\x12$.prefixcache.v1.GetServerInfoRequest\x1a%.prefixcache.v1.GetServerInfoResponse\x12G\n\x06Lookup\x12\x1d.prefixcache.v1.LookupRequest\x1a\x1e.prefixcache.v1.LookupResponse\x12M\n\x08\x41llocate\x12\x1f.prefixcache.v1.AllocateRequest\x1a .prefixcache.v1.AllocateResponse\x12G\n\x06\x41ppend\x12\x1d.prefixcache.v1.AppendRequest\x1a\x1e.prefixcache.v1.AppendResponse\x12G\n\x06\x43ommit\x12\x1d.prefixcache.v1.CommitRequest\x1a\x1e.prefixcache.v1.CommitResponse\x12\x41\n\x04\x46ork\x12\x1b.prefixcache.v1.ForkRequest\x1a\x1c.prefixcache.v1.ForkResponse\x12M\n\x08Truncate\x12\x1f.prefixcache.v1.TruncateRequest\x1a .prefixcache.v1.TruncateResponse\x12\x41\n\x04\x46ree\x12\x1b.prefixcache.v1.FreeRequest\x1a\x1c.prefixcache.v1.FreeResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'prefixcache.rpc._pb.cache_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_CACHEUSE']._serialized_start=2871
-  _globals['_CACHEUSE']._serialized_end=3001
-  _globals['_FULLHIT']._serialized_start=3003
-  _globals['_FULLHIT']._serialized_end=3088
-  _globals['_RESULTCODE']._serialized_start=3091
-  _globals['_RESULTCODE']._serialized_end=3319
+  _globals['_CACHEUSE']._serialized_start=2885
+  _globals['_CACHEUSE']._serialized_end=3015
+  _globals['_FULLHIT']._serialized_start=3017
+  _globals['_FULLHIT']._serialized_end=3102
+  _globals['_RESULTCODE']._serialized_start=3105
+  _globals['_RESULTCODE']._serialized_end=3333
   _globals['_LORA']._serialized_start=46
   _globals['_LORA']._serialized_end=80
   _globals['_MULTIMODALITEM']._serialized_start=82
@@ -52,37 +52,37 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LIMITS']._serialized_start=568
   _globals['_LIMITS']._serialized_end=630
   _globals['_GETSERVERINFORESPONSE']._serialized_start=633
-  _globals['_GETSERVERINFORESPONSE']._serialized_end=1116
-  _globals['_LOOKUPREQUEST']._serialized_start=1119
-  _globals['_LOOKUPREQUEST']._serialized_end=1294
-  _globals['_LOOKUPRESPONSE']._serialized_start=1297
-  _globals['_LOOKUPRESPONSE']._serialized_end=1441
-  _globals['_ALLOCATEREQUEST']._serialized_start=1444
-  _globals['_ALLOCATEREQUEST']._serialized_end=1725
-  _globals['_ALLOCATERESPONSE']._serialized_start=1727
-  _globals['_ALLOCATERESPONSE']._serialized_end=1812
-  _globals['_APPENDEXTRAKEYS']._serialized_start=1814
-  _globals['_APPENDEXTRAKEYS']._serialized_end=1891
-  _globals['_APPENDREQUEST']._serialized_start=1894
-  _globals['_APPENDREQUEST']._serialized_end=2115
-  _globals['_APPENDRESPONSE']._serialized_start=2118
-  _globals['_APPENDRESPONSE']._serialized_end=2297
-  _globals['_COMMITREQUEST']._serialized_start=2299
-  _globals['_COMMITREQUEST']._serialized_end=2405
-  _globals['_COMMITRESPONSE']._serialized_start=2407
-  _globals['_COMMITRESPONSE']._serialized_end=2472
-  _globals['_FORKREQUEST']._serialized_start=2474
-  _globals['_FORKREQUEST']._serialized_end=2564
-  _globals['_FORKRESPONSE']._serialized_start=2566
-  _globals['_FORKRESPONSE']._serialized_end=2602
-  _globals['_TRUNCATEREQUEST']._serialized_start=2604
-  _globals['_TRUNCATEREQUEST']._serialized_end=2710
-  _globals['_TRUNCATERESPONSE']._serialized_start=2712
-  _globals['_TRUNCATERESPONSE']._serialized_end=2757
-  _globals['_FREEREQUEST']._serialized_start=2759
-  _globals['_FREEREQUEST']._serialized_end=2830
-  _globals['_FREERESPONSE']._serialized_start=2832
-  _globals['_FREERESPONSE']._serialized_end=2868
-  _globals['_PREFIXCACHESERVICE']._serialized_start=3322
-  _globals['_PREFIXCACHESERVICE']._serialized_end=3947
+  _globals['_GETSERVERINFORESPONSE']._serialized_end=1130
+  _globals['_LOOKUPREQUEST']._serialized_start=1133
+  _globals['_LOOKUPREQUEST']._serialized_end=1308
+  _globals['_LOOKUPRESPONSE']._serialized_start=1311
+  _globals['_LOOKUPRESPONSE']._serialized_end=1455
+  _globals['_ALLOCATEREQUEST']._serialized_start=1458
+  _globals['_ALLOCATEREQUEST']._serialized_end=1739
+  _globals['_ALLOCATERESPONSE']._serialized_start=1741
+  _globals['_ALLOCATERESPONSE']._serialized_end=1826
+  _globals['_APPENDEXTRAKEYS']._serialized_start=1828
+  _globals['_APPENDEXTRAKEYS']._serialized_end=1905
+  _globals['_APPENDREQUEST']._serialized_start=1908
+  _globals['_APPENDREQUEST']._serialized_end=2129
+  _globals['_APPENDRESPONSE']._serialized_start=2132
+  _globals['_APPENDRESPONSE']._serialized_end=2311
+  _globals['_COMMITREQUEST']._serialized_start=2313
+  _globals['_COMMITREQUEST']._serialized_end=2419
+  _globals['_COMMITRESPONSE']._serialized_start=2421
+  _globals['_COMMITRESPONSE']._serialized_end=2486
+  _globals['_FORKREQUEST']._serialized_start=2488
+  _globals['_FORKREQUEST']._serialized_end=2578
+  _globals['_FORKRESPONSE']._serialized_start=2580
+  _globals['_FORKRESPONSE']._serialized_end=2616
+  _globals['_TRUNCATEREQUEST']._serialized_start=2618
+  _globals['_TRUNCATEREQUEST']._serialized_end=2724
+  _globals['_TRUNCATERESPONSE']._serialized_start=2726
+  _globals['_TRUNCATERESPONSE']._serialized_end=2771
+  _globals['_FREEREQUEST']._serialized_start=2773
+  _globals['_FREEREQUEST']._serialized_end=2844
+  _globals['_FREERESPONSE']._serialized_start=2846
+  _globals['_FREERESPONSE']._serialized_end=2882
+  _globals['_PREFIXCACHESERVICE']._serialized_start=3336
+  _globals['_PREFIXCACHESERVICE']._serialized_end=3961
 # @@protoc_insertion_point(module_scope)

@@ -117,7 +117,7 @@ class Limits(_message.Message):
     def __init__(self, max_message_bytes: _Optional[int] = ..., max_fork_children: _Optional[int] = ...) -> None: ...
 
 class GetServerInfoResponse(_message.Message):
-    __slots__ = ("api_version", "server_version", "boot_id", "layout", "layout_fingerprint", "num_blocks", "block_size", "device", "hash_algorithm", "hash_recipe_version", "hash_seeded", "none_hash_digest", "verify_hits", "prefix_caching", "limits", "capabilities", "model_name", "model_revision", "owner_ttl_s")
+    __slots__ = ("api_version", "server_version", "boot_id", "layout", "layout_fingerprint", "num_blocks", "block_size", "device", "hash_algorithm", "hash_recipe_version", "hash_seeded", "none_hash_digest", "verify_hits", "prefix_caching", "limits", "capabilities", "model_name", "model_revision", "owner_ttl_s", "core")
     API_VERSION_FIELD_NUMBER: _ClassVar[int]
     SERVER_VERSION_FIELD_NUMBER: _ClassVar[int]
     BOOT_ID_FIELD_NUMBER: _ClassVar[int]
@@ -137,6 +137,7 @@ class GetServerInfoResponse(_message.Message):
     MODEL_NAME_FIELD_NUMBER: _ClassVar[int]
     MODEL_REVISION_FIELD_NUMBER: _ClassVar[int]
     OWNER_TTL_S_FIELD_NUMBER: _ClassVar[int]
+    CORE_FIELD_NUMBER: _ClassVar[int]
     api_version: str
     server_version: str
     boot_id: bytes
@@ -156,7 +157,8 @@ class GetServerInfoResponse(_message.Message):
     model_name: str
     model_revision: str
     owner_ttl_s: float
-    def __init__(self, api_version: _Optional[str] = ..., server_version: _Optional[str] = ..., boot_id: _Optional[bytes] = ..., layout: _Optional[_Union[KVLayout, _Mapping]] = ..., layout_fingerprint: _Optional[bytes] = ..., num_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., device: _Optional[str] = ..., hash_algorithm: _Optional[str] = ..., hash_recipe_version: _Optional[int] = ..., hash_seeded: _Optional[bool] = ..., none_hash_digest: _Optional[bytes] = ..., verify_hits: _Optional[bool] = ..., prefix_caching: _Optional[bool] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., capabilities: _Optional[_Iterable[str]] = ..., model_name: _Optional[str] = ..., model_revision: _Optional[str] = ..., owner_ttl_s: _Optional[float] = ...) -> None: ...
+    core: str
+    def __init__(self, api_version: _Optional[str] = ..., server_version: _Optional[str] = ..., boot_id: _Optional[bytes] = ..., layout: _Optional[_Union[KVLayout, _Mapping]] = ..., layout_fingerprint: _Optional[bytes] = ..., num_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., device: _Optional[str] = ..., hash_algorithm: _Optional[str] = ..., hash_recipe_version: _Optional[int] = ..., hash_seeded: _Optional[bool] = ..., none_hash_digest: _Optional[bytes] = ..., verify_hits: _Optional[bool] = ..., prefix_caching: _Optional[bool] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., capabilities: _Optional[_Iterable[str]] = ..., model_name: _Optional[str] = ..., model_revision: _Optional[str] = ..., owner_ttl_s: _Optional[float] = ..., core: _Optional[str] = ...) -> None: ...
 
 class LookupRequest(_message.Message):
     __slots__ = ("token_ids", "extra_keys", "num_lookahead_tokens", "full_hit", "want_hashes")

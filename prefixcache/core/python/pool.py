@@ -1,0 +1,266 @@
+"""The block pool: ref counts, the hash index and the order of eviction.
+
+The only owner of `ref_cnt`, of the index and of the free queue. Knows no sequences and no K/V.
+Not thread-safe: the core's lock guards it.
+
+Every block is a row in a few columns, so making a pool of a million blocks is a handful of array
+allocations, and the work of a long prompt is a handful of numpy calls. A block is
+
+    plain       no hash; blank when its ref count is 0
+    registered  findable by its hash; evictable when its ref count is 0
+    standby     referenced, with the content of a hash that another block is registered for;
+                takes over when that block is evicted
+
+Invariants: the free queue holds exactly the blocks with ref count 0; index entries and registered
+blocks are a bijection; a standby's hash is in the index; cached blocks are prefix-closed (a
+findable block's parent is findable), since every holder of a block holds its ancestors, or
+standbys of them, and releases deepest first.
+
+Source of the eviction order: vLLM's block pool (blocks of one request leave deepest first, so
+that a chain is eaten from its end).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from prefixcache.core.hashing import Chain
+from prefixcache.core.python.contents import Contents
+from prefixcache.core.python.free_queue import FreeQueue
+from prefixcache.types import BlockHash, BlockIds
+
+PLAIN, REGISTERED, STANDBY = 0, 1, 2
+
+
+class Pool:
+    """`num_blocks` blocks, all blank at first, taken in the order of their ids.
+
+    verify_hits: also keep token ids, extra keys and parent links, and compare them on every hit,
+    so that a hash collision is a miss. Costs 4 bytes a token and 16 a block.
+    """
+
+    def __init__(
+        self, num_blocks: int, block_size: int, verify_hits: bool, digest_bytes: int = 32
+    ) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.digest_bytes = digest_bytes
+        self.ref_cnt: npt.NDArray[np.int32] = np.zeros(num_blocks, dtype=np.int32)
+        self.num_evictions = 0
+        self._state: npt.NDArray[np.uint8] = np.zeros(num_blocks, dtype=np.uint8)
+        self._hash_of: list[BlockHash | None] = [None] * num_blocks
+        self._index: dict[BlockHash, int] = {}
+        self._standbys: dict[BlockHash, list[int]] = {}
+        self._queue = FreeQueue(num_blocks)
+        self._num_evictable = 0
+        self._contents = Contents(num_blocks, block_size) if verify_hits else None
+
+    # ---- what it holds
+
+    @property
+    def num_free(self) -> int:
+        return len(self._queue)
+
+    @property
+    def num_evictable(self) -> int:
+        return self._num_evictable
+
+    @property
+    def num_blank(self) -> int:
+        return len(self._queue) - self._num_evictable
+
+    @property
+    def num_referenced(self) -> int:
+        return self.num_blocks - len(self._queue)
+
+    @property
+    def num_cached(self) -> int:
+        return len(self._index)
+
+    def state_of(self, block_id: int) -> int:
+        """PLAIN, REGISTERED or STANDBY."""
+        return int(self._state[block_id])
+
+    def hash_of(self, block_id: int) -> BlockHash | None:
+        return self._hash_of[block_id]
+
+    def block_of(self, block_hash: BlockHash) -> int | None:
+        """The block registered under a hash; its content is not compared."""
+        return self._index.get(block_hash)
+
+    def free_order(self) -> BlockIds:
+        """Free blocks from the next one to be taken to the last one, `[num_free] int32`."""
+        return self._queue.order()
+
+    def is_private(self, block_id: int) -> bool:
+        """True if one holder has it and nobody can find it: its slots may be written."""
+        return bool(self.ref_cnt[block_id] == 1) and self._state[block_id] == PLAIN
+
+    # ---- calls
+
+    def match(self, chain: Chain, limit: int) -> BlockIds:
+        """Blocks of the longest cached prefix of the chain, at most `limit`. Changes nothing."""
+        found: list[int] = []
+        get = self._index.get
+        for block_hash in chain.hashes[:limit]:
+            block = get(block_hash)
+            if block is None:
+                break
+            found.append(block)
+        block_ids = np.array(found, dtype=np.int32)
+        if self._contents is not None and found:
+            block_ids = block_ids[: self._contents.num_equal(block_ids, chain)]
+        return block_ids
+
+    def num_free_among(self, block_ids: BlockIds) -> int:
+        """How many of the blocks are free."""
+        return len(block_ids) - int(np.count_nonzero(self.ref_cnt[block_ids]))
+
+    def acquire(self, block_ids: BlockIds) -> None:
+        """One more reference on each of distinct, cached or referenced blocks."""
+        free = block_ids[self.ref_cnt[block_ids] == 0]
+        if len(free):
+            self._queue.remove(free)
+            self._num_evictable -= len(free)
+        self.ref_cnt[block_ids] += 1
+
+    def take(self, count: int) -> BlockIds:
+        """`count` plain blocks with one reference each, from the head of the free queue.
+
+        Cached ones among them are evicted. The caller has checked `num_free`.
+        """
+        taken = self._queue.pop_head(count)
+        self.ref_cnt[taken] = 1
+        cached = taken[self._state[taken] == REGISTERED]
+        if len(cached):
+            self._num_evictable -= len(cached)
+            self._state[cached] = PLAIN
+            self._evict(cached.tolist())
+        return taken
+
+    def release(self, block_ids: BlockIds) -> None:
+        """One reference less on each of the distinct blocks of a table, last to first.
+
+        Blocks that reach 0 go to the tail of the free queue if registered, and to its head, as one
+        group, if not. A standby that reaches 0 becomes blank, and its hash's registered block is
+        used at that moment: if that is free, it moves to the tail in the standby's turn.
+        """
+        if not len(block_ids):
+            return
+        backwards = block_ids[::-1]
+        self.ref_cnt[backwards] -= 1
+        freed = backwards[self.ref_cnt[backwards] == 0]
+        states = self._state[freed]
+        registered = states == REGISTERED
+        if (states == STANDBY).any():
+            to_tail = self._retire_standbys(freed, states)
+        else:
+            to_tail = freed[registered]
+        self._num_evictable += int(np.count_nonzero(registered))
+        self._queue.push_tail(to_tail)
+        self._queue.push_head(freed[~registered])
+
+    def register(self, block_ids: BlockIds, chain: Chain, parent: int | None) -> int:
+        """Make referenced plain blocks, whose K/V are complete, findable by their hashes.
+
+        block_ids: the blocks of `chain`, `[len(chain.hashes)]`. parent: the cached block before
+        them, None for the start of a sequence. A block whose hash is taken by the same content
+        becomes a standby. Returns how many blocks were registered or stand by: fewer than given
+        if a hash is taken by other content, and then nothing from that block on is registered.
+        """
+        if self._contents is not None:
+            self._contents.write(block_ids, chain)
+        hashes = list(chain.hashes)
+        done = 0
+        while done < len(block_ids):
+            before = int(block_ids[done - 1]) if done else parent
+            num_new = self._register_new(block_ids[done:], hashes[done:], before)
+            done += num_new
+            if num_new == 0:
+                if not self._stand_by(int(block_ids[done]), hashes[done], before):
+                    return done
+                done += 1
+        return done
+
+    def clear(self) -> None:
+        """Drop every hash. Free cached blocks become blank where they are in the queue."""
+        self._index.clear()
+        self._standbys.clear()
+        self._hash_of = [None] * self.num_blocks
+        self._state[:] = PLAIN
+        self._num_evictable = 0
+        if self._contents is not None:
+            self._contents.clear()
+
+    # ---- inside
+
+    def _register_new(
+        self, block_ids: BlockIds, hashes: Sequence[BlockHash], parent: int | None
+    ) -> int:
+        """Register blocks up to the first whose hash is taken; returns how many."""
+        count = 0
+        for block, block_hash in zip(block_ids.tolist(), hashes, strict=True):
+            if self._index.setdefault(block_hash, block) != block:
+                break
+            self._hash_of[block] = block_hash
+            count += 1
+        registered = block_ids[:count]
+        self._state[registered] = REGISTERED
+        if self._contents is not None and count:
+            self._contents.enter(registered, parent)
+        return count
+
+    def _stand_by(self, block: int, block_hash: BlockHash, parent: int | None) -> bool:
+        """Let a block stand by for the one that has its hash; False if that has other content."""
+        holder = self._index[block_hash]
+        if self._contents is not None and not self._contents.enter_as(block, holder, parent):
+            return False
+        self._standbys.setdefault(block_hash, []).append(block)
+        self._state[block] = STANDBY
+        self._hash_of[block] = block_hash
+        return True
+
+    def _evict(self, blocks: list[int]) -> None:
+        hash_of, index, standbys = self._hash_of, self._index, self._standbys
+        for block in blocks:
+            block_hash = hash_of[block]
+            assert block_hash is not None
+            hash_of[block] = None
+            if block_hash in standbys:
+                self._promote(block_hash)
+            else:
+                del index[block_hash]
+                self.num_evictions += 1
+
+    def _promote(self, block_hash: BlockHash) -> None:
+        """The registered block is gone: the longest standing standby takes its place."""
+        standbys = self._standbys[block_hash]
+        heir = standbys.pop(0)
+        if not standbys:
+            del self._standbys[block_hash]
+        self._index[block_hash] = heir
+        self._state[heir] = REGISTERED
+
+    def _retire_standbys(self, freed: BlockIds, states: npt.NDArray[np.uint8]) -> BlockIds:
+        """What goes to the tail, in turn; standbys among `freed` become plain."""
+        to_tail: list[int] = []
+        for block, state in zip(freed.tolist(), states.tolist(), strict=True):
+            if state == REGISTERED:
+                to_tail.append(block)
+            elif state == STANDBY:
+                block_hash = self._hash_of[block]
+                assert block_hash is not None
+                self._hash_of[block] = None
+                self._state[block] = PLAIN
+                standbys = self._standbys[block_hash]
+                standbys.remove(block)
+                if not standbys:
+                    del self._standbys[block_hash]
+                holder = self._index[block_hash]
+                if self.ref_cnt[holder] == 0:
+                    self._queue.remove(np.array([holder], dtype=np.int32))
+                    to_tail.append(holder)
+        return np.array(to_tail, dtype=np.int32)
