@@ -20,7 +20,7 @@ from prefixcache.core.pool import Pool
 from prefixcache.core.sequences import Sequences
 from prefixcache.errors import InvalidArgumentError
 from prefixcache.rpc._pb import cache_pb2
-from prefixcache.storage.layout import KVLayout, fingerprint
+from prefixcache.storage.layout import Layout, fingerprint
 
 if TYPE_CHECKING:
     from prefixcache.engine import Engine
@@ -46,7 +46,7 @@ class CacheOptions:
 class ModelOptions:
     """Whose K/V the pool holds. `layout` None: none, the clients own their memory."""
 
-    layout: KVLayout | None = None
+    layout: Layout | None = None
     device: str = "cpu"
     name: str = ""
     revision: str = ""
@@ -152,7 +152,7 @@ class Daemon:
         )
 
 
-def layout_to_wire(layout: KVLayout) -> cache_pb2.KVLayout:
+def layout_to_wire(layout: Layout) -> cache_pb2.KVLayout:
     return cache_pb2.KVLayout(
         num_layers=layout.num_layers,
         num_kv_heads=layout.num_kv_heads,

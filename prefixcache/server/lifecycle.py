@@ -29,7 +29,8 @@ from prefixcache.server.daemon import CacheOptions, Daemon, LimitOptions, ModelO
 from prefixcache.server.logs import configure_logs
 from prefixcache.server.rpc_server import RpcServer
 from prefixcache.server.unix_socket import SocketClaim
-from prefixcache.storage.layout import KVLayout, layout_from_model_config, num_blocks_for_memory
+from prefixcache.storage.layout import KVLayout, Layout, num_blocks_for_memory
+from prefixcache.storage.model_config import layout_from_model_config
 
 _log = structlog.get_logger(__name__)
 
@@ -128,7 +129,7 @@ def _model_options(config: ServeConfig) -> ModelOptions:
     return replace(options, layout=_layout(config), device=device)
 
 
-def _layout(config: ServeConfig) -> KVLayout:
+def _layout(config: ServeConfig) -> Layout:
     model = config.model
     if model.model_config_path is not None:
         try:

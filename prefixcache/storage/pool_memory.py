@@ -13,6 +13,7 @@ two threads touch one block while one of them writes.
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 
@@ -20,28 +21,41 @@ import torch
 
 from prefixcache.errors import InvalidArgumentError
 from prefixcache.sizes import MAX_BLOCKS
+from prefixcache.storage.fixed_scales import FixedScales
 from prefixcache.storage.host_memory import available_host_bytes
-from prefixcache.storage.kv_cache import KVCache
-from prefixcache.storage.layout import KVLayout
+from prefixcache.storage.kv_cache import KVCache, KVScales
+from prefixcache.storage.layout import KVLayout, LatentLayout, Layout
 
 _DTYPES = {
     "float32": torch.float32,
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
+    "float8_e4m3": torch.float8_e4m3fn,
+    "int8": torch.int8,
 }
 
 
 class PoolMemory:
-    """K/V of `num_blocks` blocks, `[N, L, 2, Hkv, B, D]`.
+    """K/V of `num_blocks` blocks, each one span as its layout says.
 
-    Raises InvalidArgumentError before any memory is spent if the count is out of range or the
-    device has less memory available. The content is zeros on CPU and undefined on CUDA.
+    fixed_scales: of a layout with one scale a tensor, needed by it and by no other.
+
+    Raises InvalidArgumentError before any memory is spent if the count is out of range, the scales
+    do not fit the layout, or the device has less memory available. The content is zeros.
     """
 
-    def __init__(self, layout: KVLayout, num_blocks: int, device: str = "cpu") -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        num_blocks: int,
+        device: str = "cpu",
+        fixed_scales: FixedScales | None = None,
+    ) -> None:
         if not 1 <= num_blocks <= MAX_BLOCKS:
             raise InvalidArgumentError("num_blocks", f"must be in 1..{MAX_BLOCKS}, is {num_blocks}")
+        _check_fixed_scales(layout, fixed_scales)
         self.layout = layout
+        self._fixed_scales = fixed_scales
         self.num_blocks = num_blocks
         self.device = torch.device(device)
         # Python integers: the product exceeds 32 bits in every real pool.
@@ -51,12 +65,12 @@ class PoolMemory:
         if self.device.type == "cpu":
             self._fd, memory = _map_shared(size)
         else:
-            memory = torch.empty(size, dtype=torch.uint8, device=self.device)
+            memory = torch.zeros(size, dtype=torch.uint8, device=self.device)
         self._view(memory)
 
     @property
     def dtype(self) -> torch.dtype:
-        """Element type of the views."""
+        """Element type of q, k, v and out; that of the views too unless they are quantised."""
         return _DTYPES[self.layout.dtype]
 
     @property
@@ -68,13 +82,16 @@ class PoolMemory:
         return self._fd
 
     def layer(self, layer: int) -> KVCache:
-        """K and V of one layer, strided views of every block."""
-        keys, values = self._blocks[:, self._checked_layer(layer)].unbind(1)
-        return KVCache(keys, values)
+        """K and V of one layer, and their scales: strided views of every block."""
+        if not 0 <= layer < len(self._layers):
+            raise InvalidArgumentError(
+                "layer", f"must be in 0..{len(self._layers) - 1}, is {layer}"
+            )
+        return self._layers[layer]
 
     @property
     def spans(self) -> torch.Tensor:
-        """All blocks as bytes, K and V of every layer: `[N, block_bytes] uint8`, contiguous."""
+        """All blocks as bytes, everything of every layer: `[N, block_bytes] uint8`, contiguous."""
         return self._spans
 
     def block_span(self, block_id: int) -> torch.Tensor:
@@ -96,15 +113,55 @@ class PoolMemory:
             self._fd = None
 
     def _view(self, memory: torch.Tensor) -> None:
-        self._spans = memory.view(-1, self.layout.block_bytes)
-        self._blocks = memory.view(self.dtype).view(self.layout.shape(self._spans.shape[0]))
+        layout = self.layout
+        self._spans = memory.view(-1, layout.block_bytes)
+        elements = self._spans[:, : math.prod(layout.block_shape) * layout.element_bytes]
+        blocks = elements.view(_DTYPES[layout.stored_dtype]).unflatten(1, layout.block_shape)
+        if isinstance(layout, LatentLayout):
+            # [N, L, B, R + P]; the one head is a dimension of length 1.
+            latents = (layer[:, None] for layer in blocks.unbind(1))
+            self._layers = [
+                KVCache(keys, keys[..., : layout.value_dim], is_latent=True) for keys in latents
+            ]
+            return
+        scales = self._scales_of_layers(layout)
+        pairs = (layer.unbind(1) for layer in blocks.unbind(1))
+        self._layers = [
+            KVCache(keys, values, scale)
+            for (keys, values), scale in zip(pairs, scales, strict=True)
+        ]
 
-    def _checked_layer(self, layer: int) -> int:
-        if not 0 <= layer < self.layout.num_layers:
-            raise InvalidArgumentError(
-                "layer", f"must be in 0..{self.layout.num_layers - 1}, is {layer}"
+    def _scales_of_layers(self, layout: KVLayout) -> list[KVScales] | list[None]:
+        if layout.scales_shape is None:
+            return [None] * layout.num_layers
+        region = self._spans[:, layout.kv_bytes :].view(torch.float32)
+        numbers = region[:, : math.prod(layout.scales_shape)].unflatten(1, layout.scales_shape)
+        pairs = [layer.unbind(1) for layer in numbers.unbind(1)]
+        fixed = self._fixed_scales
+        if fixed is None:
+            return [KVScales(keys, values) for keys, values in pairs]
+        shape = (len(numbers), layout.num_kv_heads, layout.block_size)
+        # Not `expand`, which leaves a dimension of length 1 its stride.
+        stride = (numbers.stride(0), 0, 0)
+        return [
+            KVScales(keys.as_strided(shape, stride), values.as_strided(shape, stride), pair)
+            for (keys, values), pair in zip(
+                pairs, zip(fixed.keys, fixed.values, strict=True), strict=True
             )
-        return layer
+        ]
+
+
+def _check_fixed_scales(layout: Layout, fixed_scales: FixedScales | None) -> None:
+    quantization = layout.quantization
+    wants_them = quantization is not None and quantization.scales == "tensor"
+    if wants_them != (fixed_scales is not None):
+        needs = "needed" if wants_them else "unfit"
+        raise InvalidArgumentError("fixed_scales", f"{needs} for the layout {layout}")
+    if fixed_scales is not None and len(fixed_scales.keys) != layout.num_layers:
+        raise InvalidArgumentError(
+            "fixed_scales",
+            f"for {len(fixed_scales.keys)} layers, the layout has {layout.num_layers}",
+        )
 
 
 def _check_available(size: int, device: torch.device) -> None:

@@ -50,7 +50,7 @@ def test_views_have_one_layers_keys_or_values_of_every_block(dtype: str) -> None
         assert view.shape == (NUM_BLOCKS, 2, 4, 8)
         assert view.dtype == pool.dtype == getattr(torch, dtype)
         assert view[0].is_contiguous()
-        assert view.stride(0) == layout.block_bytes // layout.dtype_bytes
+        assert view.stride(0) == layout.block_bytes // layout.element_bytes
     pool.close()
 
 
