@@ -6,13 +6,29 @@ every layer and every kernel. Immutable by convention once made, so threads may 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import enum
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
 
+from prefixcache.attention.shared_prefix import SharedPrefix, plan_shared_prefix
 from prefixcache.errors import InvalidArgumentError
+
+Derived = TypeVar("Derived")
+
+
+class PrefixSharing(enum.Enum):
+    """Whether blocks that several sequences of a batch have at their start are read once."""
+
+    AUTO = enum.auto()
+    """Where it pays."""
+    NEVER = enum.auto()
+    """Each sequence reads all of its own: what AUTO is compared with."""
+    ALWAYS = enum.auto()
+    """Wherever two sequences share a block, whether it pays or not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +48,36 @@ class AttentionBatch:
     """`[S]` tokens including the new ones."""
     slot_mapping: npt.NDArray[np.int64]
     """`[T]` slot of each new token; -1: its K/V are in the cache already, do not write them."""
+    prefix_sharing: PrefixSharing = PrefixSharing.AUTO
+    """Anything but AUTO is for tests and measurements."""
+    _derived: dict[Hashable, object] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    def shared_prefix(self, block_size: int) -> SharedPrefix | None:
+        """The plan to read shared blocks once, made at the first call; None where it saves nothing.
+
+        The batch has been checked.
+        """
+        if self.prefix_sharing is PrefixSharing.NEVER:
+            return None
+        return self.derive(
+            ("shared_prefix", block_size),
+            lambda: (
+                plan_shared_prefix(self, block_size)
+                if self.prefix_sharing is PrefixSharing.AUTO
+                else plan_shared_prefix(self, block_size, min_saved_tokens=0)
+            ),
+        )
+
+    def derive(self, name: Hashable, make: Callable[[], Derived]) -> Derived:
+        """What `make` makes of the batch, kept under `name`: made once a step, used in every layer.
+
+        Two threads at once may both make it, and either result is kept.
+        """
+        if name not in self._derived:
+            self._derived[name] = make()
+        return cast(Derived, self._derived[name])
 
 
 def make_batch(
