@@ -143,7 +143,9 @@ def _check_cache(cache: KVCache) -> None:
             _check_tensor(f"scales.{name}", scales, tuple(keys.shape[:3]), keys)
             if scales.dtype != torch.float32:
                 raise InvalidArgumentError(f"scales.{name}", f"must be float32, is {scales.dtype}")
-            if cache.scales.fixed is not None and any(scales.stride()[1:]):
+            # A dimension of one element may have any stride.
+            steps = zip(scales.shape[1:], scales.stride()[1:], strict=True)
+            if cache.scales.fixed is not None and any(size > 1 and step for size, step in steps):
                 raise InvalidArgumentError(
                     f"scales.{name}", "must have the strides 0 over heads and tokens where fixed"
                 )

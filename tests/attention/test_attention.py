@@ -12,13 +12,14 @@ from hypothesis import given, settings
 
 from prefixcache.attention import decode as decode_module
 from prefixcache.attention import prefill as prefill_module
+from prefixcache.attention import streaming as streaming_module
 from prefixcache.attention.batch import AttentionBatch, make_batch
 from prefixcache.attention.decode import decode
 from prefixcache.attention.prefill import prefill
 from prefixcache.attention.reference.attention import attention
 from prefixcache.storage.kv_cache import KVCache
 from prefixcache.types import AttentionOptions
-from tests.attention.paged_cases import DTYPES, PagedCase, make_case
+from tests.attention.paged_cases import DTYPES, PagedCase, make_case, make_latent_case
 from tests.support.tolerances import assert_close, is_close
 
 Launcher = Callable[[torch.Tensor, KVCache, AttentionBatch, AttentionOptions], torch.Tensor]
@@ -64,6 +65,115 @@ def test_any_batch_equals_float64_with_nan_in_every_unused_slot(
         out = run(launch, case)
         assert out.dtype == case.q.dtype
         assert_close(out, exact)
+
+
+SLOPES, SINKS = (0.5, 0.0, 0.03, -0.2), (0.5, -30.0, 3.0, 0.0)
+OPTIONS = {
+    "plain": AttentionOptions(),
+    "window": AttentionOptions(window=6),
+    "window of one token": AttentionOptions(window=1),
+    "window longer than all": AttentionOptions(window=10**6),
+    "soft_cap": AttentionOptions(soft_cap=0.8),
+    "alibi_slopes": AttentionOptions(alibi_slopes=SLOPES),
+    "sinks": AttentionOptions(sinks=SINKS),
+    "window and sinks": AttentionOptions(window=5, sinks=SINKS),
+    "soft_cap and alibi_slopes": AttentionOptions(soft_cap=0.8, alibi_slopes=SLOPES),
+    "all": AttentionOptions(0.2, window=7, soft_cap=1.5, alibi_slopes=SLOPES, sinks=SINKS),
+}
+STORED = {
+    "as it comes": {},
+    "float8, a scale a head": {"stored": torch.float8_e4m3fn},
+    "int8, a scale a head": {"stored": torch.int8},
+    "float8, fixed": {"stored": torch.float8_e4m3fn, "fixed_scales": (0.02, 0.015)},
+    "int8, fixed": {"stored": torch.int8, "fixed_scales": (0.03, 0.025)},
+}
+
+
+@both
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("stored", STORED)
+def test_each_option_equals_float64_over_each_kind_of_cache(
+    launch: Launcher, name: str, stored: str
+) -> None:
+    """With 20 new tokens too, which decode takes like prefill."""
+    contexts, queries = [*CONTEXTS, 3], [*QUERIES, 20]
+    for dtype in DTYPES:
+        case = make_case(contexts, queries, dtype=dtype, options=OPTIONS[name], **STORED[stored])
+        out = run(launch, case)
+        assert out.dtype == dtype
+        assert_close(out, case.exact())
+
+
+@both
+@pytest.mark.parametrize("name", OPTIONS)
+def test_latents_are_keys_whose_first_elements_are_the_values(launch: Launcher, name: str) -> None:
+    for dtype in DTYPES:
+        case = make_latent_case([*CONTEXTS, 3], [*QUERIES, 20], dtype=dtype)
+        case = replace(case, options=replace(OPTIONS[name], scale=case.options.scale))
+        out = run(launch, case)
+        assert out.shape == (len(case.q), 4, 32)
+        assert_close(out, case.exact())
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_any_options_over_any_cache_equal_float64(data: st.DataObject) -> None:
+    lengths = data.draw(
+        st.lists(st.tuples(st.integers(0, 40), st.integers(0, 20)), min_size=1, max_size=3)
+    )
+    num_kv_heads, group = data.draw(st.sampled_from([(1, 1), (1, 4), (2, 1), (2, 3)]))
+    per_head = st.lists(
+        st.floats(-2, 2, width=32), min_size=num_kv_heads * group, max_size=num_kv_heads * group
+    )
+    options = AttentionOptions(
+        scale=data.draw(st.sampled_from([None, 0.3])),
+        window=data.draw(st.none() | st.integers(1, 50)),
+        soft_cap=data.draw(st.none() | st.floats(0.5, 50)),
+        alibi_slopes=tuple(data.draw(st.just([]) | per_head)),
+        sinks=tuple(data.draw(st.just([]) | per_head)),
+    )
+    case = make_case(
+        [c for c, _ in lengths],
+        [n for _, n in lengths],
+        num_kv_heads=num_kv_heads,
+        group=group,
+        head_dim=data.draw(st.sampled_from([8, 20, 32])),
+        block_size=data.draw(st.integers(1, 16)),
+        dtype=data.draw(st.sampled_from(DTYPES)),
+        options=options,
+        seed=data.draw(st.integers(0, 2**16)),
+        **STORED[data.draw(st.sampled_from(list(STORED)))],
+    )
+    exact = case.exact()
+    for launch in (prefill, decode):
+        assert_close(run(launch, case), exact)
+
+
+@both
+@pytest.mark.parametrize("query_tokens", [1, 3, 20])
+@pytest.mark.parametrize("name", ["window", "all"])
+def test_blocks_that_the_window_does_not_reach_are_never_read(
+    launch: Launcher, name: str, query_tokens: int
+) -> None:
+    """Nor are slots of the first block that it reaches: a server may have freed those tokens."""
+    case = make_case([61], [query_tokens], options=OPTIONS[name])
+    exact = case.exact()
+    for position in range(61 - OPTIONS[name].window + 1):
+        block, offset = case.tables[0][position // 4], position % 4
+        case.cache.keys[block, :, offset] = torch.nan
+        case.cache.values[block, :, offset] = torch.nan
+    assert_close(run(launch, case), exact)
+
+
+@both
+def test_a_scale_that_is_not_a_number_shows_in_its_own_sequence_only(launch: Launcher) -> None:
+    """A head with a NaN has the scale NaN: it must not become a plausible output."""
+    case = make_case([9, 9], [1, 1], stored=torch.int8)
+    case.cache.scales.keys[case.tables[1][0], 0, 2] = torch.nan
+    out = run(launch, case)
+    assert torch.isfinite(out[0]).all()
+    assert torch.isnan(out[1, :2]).all()
+    assert torch.isfinite(out[1, 2:]).all()
 
 
 @both
@@ -200,30 +310,36 @@ def test_a_prompt_longer_than_a_step_as_it_comes() -> None:
 
 @both
 @pytest.mark.parametrize("query_tokens", [1, 3])
+@pytest.mark.parametrize("name", ["plain", "window", "all"])
 def test_long_contexts_take_several_tiles(
-    launch: Launcher, query_tokens: int, monkeypatch: pytest.MonkeyPatch
+    launch: Launcher, name: str, query_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(decode_module, "_TILE_ELEMENTS", 2 * 4 * 16 * 3)
-    case = make_case([0, 11, 12, 13, 60], [query_tokens] * 5)  # a tile is 3 blocks of 4 tokens
+    monkeypatch.setattr(streaming_module, "TILE_ELEMENTS", 2 * 4 * 16 * 3)
+    # A tile is 3 blocks of 4 tokens.
+    case = make_case([0, 11, 12, 13, 60], [query_tokens] * 5, options=OPTIONS[name])
     assert_close(run(launch, case), case.exact())
 
 
-def test_decode_never_holds_more_scores_than_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call with very many query heads takes the way whose memory does not grow with them."""
-    case = make_case([0, 30], [1, 2])
-    monkeypatch.setattr(decode_module, "MAX_SCORES", case.q.shape[1])
+def test_a_call_never_holds_more_scores_than_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the query heads, the new tokens and the context."""
+    case = make_case([0, 70], [1, 20], options=OPTIONS["soft_cap"])
+    exact = case.exact()
+    products = []
 
-    def few(q: torch.Tensor, *rest: object) -> torch.Tensor:
-        assert len(q) == 1  # the second sequence has 2 x 32 scores a head
-        return attend_few(q, *rest)
+    def recorded(*factors: torch.Tensor) -> torch.Tensor:
+        products.append(bmm(*factors))
+        return products[-1]
 
-    attend_few = decode_module._attend_few
-    monkeypatch.setattr(decode_module, "_attend_few", few)
-    assert_close(run(decode, case), case.exact())
+    bmm = torch.bmm
+    monkeypatch.setattr(torch, "bmm", recorded)
+    monkeypatch.setattr(streaming_module, "MAX_SCORES", 128)
+    for launch in (prefill, decode):
+        assert_close(run(launch, case), exact)
+    assert max(product.numel() for product in products) == 128
 
 
 def test_a_tile_is_never_less_than_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode_module, "_TILE_ELEMENTS", 1)
+    monkeypatch.setattr(streaming_module, "TILE_ELEMENTS", 1)
     case = make_case([9], [1])
     assert_close(run(decode, case), case.exact())
 
