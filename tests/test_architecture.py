@@ -32,6 +32,7 @@ LAYERS = {
     "server": 4,
     "client": 4,
     "replay": 5,
+    "bench": 5,
     "cli": 5,
 }
 """Every part of the package. Each imports parts of its own layer or below, and never above."""

@@ -1,8 +1,9 @@
-"""The command line: `prefixcache serve | info | stats | lookup | replay`.
+"""The command line: `prefixcache serve | info | stats | lookup | replay | bench`.
 
 Owns the list of commands and the exit codes: 0 ok, 1 failure, 2 usage. Each command is the
 function of its name in the module of its name, which is imported only when it is called: the
-daemon and the clients load much that `--help` and `--version` do not need.
+daemon and the clients load much that `--help` and `--version` do not need. A command that has
+commands of its own is its module's `app`.
 """
 
 from __future__ import annotations
@@ -27,22 +28,26 @@ COMMANDS = {
     "stats": "Show the hit rate, the pool's fill and other counts of a daemon.",
     "lookup": "Ask how much of a prompt is cached; changes nothing.",
     "replay": "Count hits and evictions of a request trace, exactly.",
+    "bench": "Measure the cache, its RPCs and attention, beside floors of the same run.",
 }
 """Commands and the first line of their help."""
 
 # In markdown, brackets in a help text are text, and its lines are joined.
-_TYPER: dict[str, Any] = {"pretty_exceptions_enable": False, "rich_markup_mode": "markdown"}
+TYPER_SETTINGS: dict[str, Any] = {"pretty_exceptions_enable": False, "rich_markup_mode": "markdown"}
 
 
 def load_command(name: str) -> Any:
     """The typer command `name`, with its options."""
-    function = getattr(importlib.import_module(f"prefixcache.cli.{name}"), name)
-    single = typer.Typer(add_completion=False, **_TYPER)
-    single.command(name)(function)
+    module = importlib.import_module(f"prefixcache.cli.{name}")
+    single = getattr(module, "app", None)
+    if single is None:
+        single = typer.Typer(add_completion=False, **TYPER_SETTINGS)
+        single.command(name)(getattr(module, name))
     command = typer.main.get_command(single)
-    for parameter in command.params:
-        if getattr(parameter, "is_flag", False):
-            parameter.metavar = " "  # typer would show a switch as if it took a <bool>
+    for part in (command, *getattr(command, "commands", {}).values()):
+        for parameter in part.params:
+            if getattr(parameter, "is_flag", False):
+                parameter.metavar = " "  # typer would show a switch as if it took a <bool>
     return command
 
 
@@ -59,7 +64,7 @@ app = typer.Typer(
     cls=_Commands,
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
-    **_TYPER,
+    **TYPER_SETTINGS,
 )
 
 

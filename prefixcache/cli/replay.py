@@ -9,18 +9,16 @@ from __future__ import annotations
 
 import json
 import re
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
-from rich.console import Console
-from rich.progress import Progress
 
 from prefixcache.cli.daemon import AsJson, connect
+from prefixcache.cli.progress import progress_bar
 from prefixcache.errors import InvalidArgumentError
 from prefixcache.replay import (
     DaemonTarget,
@@ -202,18 +200,10 @@ def _run(trace: Trace, runs: Iterator[_Run], as_json: bool) -> None:
     for index, run in enumerate(runs):
         if index == 0 and not as_json:
             typer.echo(_HEADINGS)
-        with _progress(f"{run.pool} blocks", trace.num_tokens) as progress:
-            result = replay_trace(trace, run.target, progress)
+        with progress_bar() as bar:
+            task = bar.add_task(f"{run.pool} blocks", total=trace.num_tokens)
+            result = replay_trace(trace, run.target, partial(bar.advance, task))
         typer.echo(json.dumps(_json_row(run, result)) if as_json else _text_row(run, result))
-
-
-@contextmanager
-def _progress(description: str, num_tokens: int) -> Iterator[Callable[[int], None]]:
-    """A bar on stderr that counts tokens, if that is a terminal."""
-    console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not sys.stderr.isatty()) as progress:
-        task = progress.add_task(description, total=num_tokens)
-        yield lambda tokens: progress.advance(task, tokens)
 
 
 def _json_row(run: _Run, result: ReplayResult) -> dict[str, Any]:

@@ -31,6 +31,22 @@ _LAST_REPLIES_S = 0.5
 """How long replies may take to leave once their calls have ended."""
 
 
+def make_server(workers: ThreadPoolExecutor, max_message_bytes: int) -> grpc.Server:
+    """A server without services yet. max_message_bytes: of one message, either way."""
+    return grpc.server(
+        workers,
+        options=[
+            ("grpc.max_receive_message_length", max_message_bytes),
+            ("grpc.max_send_message_length", max_message_bytes),
+            # Two daemons on one port would split its calls between two pools.
+            ("grpc.so_reuseport", 0),
+            ("grpc.keepalive_permit_without_calls", 1),
+            ("grpc.http2.min_ping_interval_without_data_ms", MIN_PING_INTERVAL_MS),
+            ("grpc.http2.min_recv_ping_interval_without_data_ms", MIN_PING_INTERVAL_MS),
+        ],
+    )
+
+
 class RpcServer:
     """Serves one daemon on any number of addresses.
 
@@ -50,19 +66,7 @@ class RpcServer:
         self._health = health.HealthServicer(
             experimental_non_blocking=False, experimental_thread_pool=self._streams
         )
-        max_bytes = daemon.info.limits.max_message_bytes
-        self._server = grpc.server(
-            self._workers,
-            options=[
-                ("grpc.max_receive_message_length", max_bytes),
-                ("grpc.max_send_message_length", max_bytes),
-                # Two daemons on one port would split its calls between two pools.
-                ("grpc.so_reuseport", 0),
-                ("grpc.keepalive_permit_without_calls", 1),
-                ("grpc.http2.min_ping_interval_without_data_ms", MIN_PING_INTERVAL_MS),
-                ("grpc.http2.min_recv_ping_interval_without_data_ms", MIN_PING_INTERVAL_MS),
-            ],
-        )
+        self._server = make_server(self._workers, daemon.info.limits.max_message_bytes)
         add_services(
             self._server,
             {

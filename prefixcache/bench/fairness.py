@@ -1,0 +1,157 @@
+"""A short call beside long ones of another client: how much later do its slowest ones come?
+
+The short call is a Lookup of 100 tokens from this process. The long ones come from a process of
+their own, without pause: Lookups of 131,072 tokens, or Prefills. Alone and beside take turns. An
+echo of the same sizes is measured beside the same load, which shows what the load costs by taking
+the machine's cores, whatever the daemon does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import grpc
+
+from prefixcache.bench.children import LoadProcess, daemon_process, load_process
+from prefixcache.bench.echo import echo_stub
+from prefixcache.bench.measure import Candidate, Laps, Progress, Rounds, run_rounds
+from prefixcache.bench.prompts import Prompts
+from prefixcache.bench.report import Ratio, Row, Target
+from prefixcache.client import Client
+
+SECTION = "A short call beside long ones"
+_ALONE = "alone"
+_P99_ALONE = "p99 alone"
+_LIMIT = 3.0
+_ROUNDS = Rounds(fewest=4, most=12, budget_s=40.0)
+ECHO_REPLY_BYTES = 8
+"""As many as a Lookup's reply has, or so."""
+
+
+@dataclass(frozen=True, slots=True)
+class FairnessSettings:
+    """tokens: of the short Lookup. calls: of it in a turn. layout: of the daemon that prefills."""
+
+    tokens: int = 100
+    lookup_tokens: int = 131_072
+    prefill_tokens: int = 4_096
+    calls: int = 300
+    layout: tuple[str, ...] = (
+        *("--num-layers", "1", "--num-kv-heads", "2", "--head-dim", "64", "--dtype", "float32"),
+        *("--num-blocks", "2000"),
+    )
+    rounds: Rounds = _ROUNDS
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    call: str
+    beside: str
+
+
+def measure_fairness(
+    settings: FairnessSettings, target: str, channel: grpc.Channel, progress: Progress
+) -> tuple[Row, ...]:
+    """Rows of the short call and of its echo, alone and beside, and of how many long ones ran.
+
+    target: the daemon that gets the long Lookups; one that prefills is started here. channel: to
+    an echo that replies with ECHO_REPLY_BYTES.
+    """
+    laps: Laps[Key] = Laps()
+    long_calls = Laps[str]()
+    with ExitStack() as stack:
+        progress("starting other clients", 0.0)
+        prefilling = stack.enter_context(daemon_process("--storage", "cpu", *settings.layout))
+        echo = partial(echo_stub(channel, ECHO_REPLY_BYTES), bytes(4 * settings.tokens))
+        candidates: list[Candidate] = []
+        for address, kind, num_tokens in (
+            (target, "lookup", settings.lookup_tokens),
+            (prefilling, "prefill", settings.prefill_tokens),
+        ):
+            client = stack.enter_context(Client(address))
+            load = stack.enter_context(load_process(address, kind, num_tokens))
+            calls: dict[str, Callable[[], object]] = {
+                f"Lookup of {settings.tokens} tokens": partial(
+                    client.lookup, Prompts(settings.tokens).next()
+                ),
+                "echo of its size": echo,
+            }
+            beside = f"{kind} of {num_tokens:,} tokens".capitalize()
+            turn = Turn(beside, load, calls, settings.calls, laps, long_calls)
+            candidates += [turn.alone, turn.beside]
+        run_rounds(
+            candidates,
+            settings.rounds,
+            warmed_up=partial(_clear, laps, long_calls),
+            on_round=partial(progress, "short beside long calls"),
+        )
+    return (
+        *(_row(laps, key) for key in laps),
+        *(_load_row(long_calls, name) for name in long_calls),
+    )
+
+
+def _clear(*laps: Laps[Any]) -> None:
+    for each in laps:
+        each.clear()
+
+
+class Turn:
+    """Short calls alone, and the same ones beside a load."""
+
+    def __init__(
+        self,
+        name: str,
+        load: LoadProcess,
+        calls: dict[str, Callable[[], object]],
+        count: int,
+        laps: Laps[Key],
+        long_calls: Laps[str],
+    ) -> None:
+        self._name, self._load, self._calls, self._count = name, load, calls, count
+        self._laps, self._long_calls = laps, long_calls
+
+    def alone(self) -> None:
+        for name in self._calls:
+            self._run(name, f"{_ALONE}, before {self._name}")
+
+    def beside(self) -> None:
+        for name in self._calls:
+            start = self._laps.now()
+            with self._load.running() as done:
+                self._run(name, self._name)
+            self._long_calls.add(self._name, done[0] / (self._laps.now() - start))
+
+    def _run(self, name: str, beside: str) -> None:
+        for _ in range(self._count):
+            self._laps.time(Key(name, beside), self._calls[name])
+
+
+def _row(laps: Laps[Key], key: Key) -> Row:
+    summary = laps.summary(key)
+    is_beside = not key.beside.startswith(_ALONE)
+    ratios: tuple[Ratio, ...] = ()
+    if is_beside:
+        alone = laps.summary(Key(key.call, f"{_ALONE}, before {key.beside}"))
+        ratios = (Ratio(_P99_ALONE, summary.p99 / alone.p99),)
+    return Row(
+        section=SECTION,
+        name=key.call,
+        summary=summary,
+        labels={"beside": key.beside},
+        ratios=ratios,
+        target=Target(_LIMIT, of=_P99_ALONE) if is_beside and "echo" not in key.call else None,
+    )
+
+
+def _load_row(long_calls: Laps[str], name: str) -> Row:
+    return Row(
+        section=SECTION + ": the long ones",
+        name=name,
+        summary=long_calls.summary(name),
+        unit="per_s",
+    )

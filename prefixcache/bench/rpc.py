@@ -1,0 +1,220 @@
+"""`bench rpc`: each call beside an echo of the same sizes.
+
+A daemon and an echo server in processes of their own, this process the client of both, with bytes
+that are ready before the clock starts. The echo is the same gRPC server with the same threads and
+options; it is sent as many bytes as the call's request has, and returns as many as its reply has.
+So the ratio is what the daemon's work adds to what gRPC costs on this machine. The same calls
+through the Python client show what that adds.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from itertools import product
+from typing import Literal
+
+import grpc
+
+from prefixcache.bench.calls import (
+    BATCH,
+    Connection,
+    Kind,
+    Sizes,
+    make_kinds,
+    message_sizes,
+)
+from prefixcache.bench.children import daemon_process, echo_process
+from prefixcache.bench.client_calls import make_client_kinds
+from prefixcache.bench.echo import echo_stub
+from prefixcache.bench.fairness import ECHO_REPLY_BYTES, FairnessSettings, measure_fairness
+from prefixcache.bench.machine import machine_facts
+from prefixcache.bench.measure import Candidate, Laps, Progress, Rounds, run_rounds
+from prefixcache.bench.report import Ratio, Report, Row, Target
+from prefixcache.bench.split import measure_split
+from prefixcache.client import Client
+from prefixcache.client.channel import channel_options, resolve_target
+from prefixcache.rpc.status import from_rpc_error
+
+_ROUNDS = Rounds(fewest=4, most=20, budget_s=60.0)
+_SPLIT_ROUNDS = Rounds(fewest=4, most=20, budget_s=15.0)
+_FEWEST_A_THREAD = 10
+NUM_WORKERS = 16
+"""The daemon's default, and the echo's."""
+_SUFFIXES = {"rpc": "", "echo": ": echo", "client": ": Python client"}
+_TARGETS = {"Lookup": 1.25, f"Append, {BATCH} rows": 1.25, "Allocate": 1.3}
+
+
+@dataclass(frozen=True, slots=True)
+class RpcSettings:
+    """What `bench rpc` measures.
+
+    tokens: of the prompts. in_flight: threads of this process that call. calls: made in a burst,
+    but at least 10 a thread. target: a daemon that runs already.
+    """
+
+    tokens: int = 2_000
+    in_flight: tuple[int, ...] = (1, 8, 64)
+    calls: int = 200
+    num_blocks: int = 200_000
+    target: str | None = None
+    rounds: Rounds = _ROUNDS
+    split_rounds: Rounds = _SPLIT_ROUNDS
+    fairness: FairnessSettings = field(default_factory=FairnessSettings)
+
+
+Caller = Literal["rpc", "echo", "client"]
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """caller: `rpc` sends bytes to the daemon, `echo` to the echo, `client` is the Python client.
+
+    quantity: `latency` in seconds, or `rate` in calls a second.
+    """
+
+    call: str
+    caller: Caller
+    in_flight: int
+    quantity: str = "latency"
+
+
+def bench_rpc(settings: RpcSettings, progress: Progress) -> Report:
+    """Measure everything. Raises UnavailableError if a process does not start, and the errors of
+    calls that fail.
+    """
+    start = time.perf_counter()
+    facts = machine_facts()
+    try:
+        rows = _measure(settings, progress)
+    except grpc.RpcError as failure:
+        raise from_rpc_error(failure) from failure
+    return Report(
+        bench="rpc",
+        machine=facts,
+        settings=asdict(settings),
+        rows=rows,
+        seconds=time.perf_counter() - start,
+    )
+
+
+def _measure(settings: RpcSettings, progress: Progress) -> tuple[Row, ...]:
+    laps: Laps[Key] = Laps()
+    with ExitStack() as stack:
+        target = settings.target
+        if target is None:
+            flags = ("--storage", "none", "--num-blocks", str(settings.num_blocks))
+            target = stack.enter_context(daemon_process(*flags))
+        progress("making sequences", 0.0)
+        channel = stack.enter_context(_channel(target))
+        num_threads = max(settings.in_flight)
+        by_thread = [make_kinds(Connection(channel), settings.tokens) for _ in range(num_threads)]
+        client = stack.enter_context(Client(target))
+        client_kinds = make_client_kinds(client, settings.tokens)
+        sizes = message_sizes(by_thread[0])
+        replies = [ECHO_REPLY_BYTES, *(size.reply for size in sizes.values())]
+        echo_target = stack.enter_context(echo_process(replies, NUM_WORKERS))
+        echo = stack.enter_context(_channel(echo_target))
+        bursts = Bursts(
+            stack.enter_context(ThreadPoolExecutor(num_threads, "client")), settings.calls, laps
+        )
+        candidates: list[Candidate] = []
+        for in_flight, name in product(settings.in_flight, sizes):
+            callers: dict[Caller, list[Kind]] = {
+                "rpc": [kinds[name] for kinds in by_thread[:in_flight]],
+                "echo": [Echoes(echo, sizes[name])] * in_flight,
+            }
+            if in_flight == 1:
+                callers["client"] = [client_kinds[name]]
+            candidates += [
+                partial(bursts.run, Key(name, caller, in_flight), kinds)
+                for caller, kinds in callers.items()
+            ]
+        run_rounds(
+            candidates,
+            settings.rounds,
+            warmed_up=laps.clear,
+            on_round=partial(progress, "calls"),
+        )
+        fairness = measure_fairness(settings.fairness, target, echo, progress)
+        split = measure_split(settings.tokens, echo, sizes, settings.split_rounds, progress)
+    return (*_rows(laps, sizes), *fairness, *split)
+
+
+def _channel(target: str) -> grpc.Channel:
+    return grpc.insecure_channel(resolve_target(target), channel_options())
+
+
+class Echoes:
+    """Calls of the echo, with messages of these sizes."""
+
+    def __init__(self, channel: grpc.Channel, sizes: Sizes) -> None:
+        self._call = partial(echo_stub(channel, sizes.reply), bytes(sizes.request))
+
+    def make(self, count: int) -> list[Callable[[], object]]:
+        return [self._call] * count
+
+    def clean_up(self) -> None:
+        pass
+
+
+class Bursts:
+    """Many calls from as many threads as are to be in flight. `calls`: in all, at least."""
+
+    def __init__(self, threads: ThreadPoolExecutor, calls: int, laps: Laps[Key]) -> None:
+        self._threads, self._calls, self._laps = threads, calls, laps
+
+    def run(self, key: Key, kinds: Sequence[Kind]) -> None:
+        """One burst, one kind of call a thread: each call's latency, and the rate of all."""
+        a_thread = max(_FEWEST_A_THREAD, self._calls // len(kinds))
+        ready = [kind.make(a_thread) for kind in kinds]
+        barrier = threading.Barrier(len(kinds) + 1)
+        running = [self._threads.submit(_call_all, calls, barrier) for calls in ready]
+        barrier.wait()
+        start = time.perf_counter()
+        latencies = [latency for thread in running for latency in thread.result()]
+        seconds = time.perf_counter() - start
+        for latency in latencies:
+            self._laps.add(key, latency)
+        self._laps.add(replace(key, quantity="rate"), len(latencies) / seconds)
+        for kind in kinds:
+            kind.clean_up()
+
+
+def _call_all(calls: Sequence[Callable[[], object]], barrier: threading.Barrier) -> list[float]:
+    barrier.wait()
+    latencies = []
+    for call in calls:
+        start = time.perf_counter()
+        call()
+        latencies.append(time.perf_counter() - start)
+    return latencies
+
+
+def _rows(laps: Laps[Key], sizes: dict[str, Sizes]) -> Iterator[Row]:
+    """Latencies by how many calls are in flight, then rates."""
+    for key in sorted(laps, key=lambda key: key.quantity):
+        summary, echo = laps.summary(key), laps.summary(replace(key, caller="echo"))
+        is_latency = key.quantity == "latency"
+        ratios = [Ratio("echo", summary.median / echo.median)]
+        if is_latency:
+            ratios.append(Ratio("echo at p99", summary.p99 / echo.p99))
+        limit = _TARGETS.get(key.call) if is_latency and key.in_flight == 1 else None
+        yield Row(
+            section=f"{key.in_flight} in flight" if is_latency else "Calls a second",
+            name=key.call + _SUFFIXES[key.caller],
+            summary=summary,
+            unit="s" if is_latency else "per_s",
+            labels={
+                "in_flight": key.in_flight,
+                "request_bytes": sizes[key.call].request,
+                "reply_bytes": sizes[key.call].reply,
+            },
+            ratios=() if key.caller == "echo" else tuple(ratios),
+            target=Target(limit, of="echo") if limit and key.caller == "rpc" else None,
+        )

@@ -1,0 +1,222 @@
+"""`prefixcache bench core | rpc`: measurements, printed as tables or JSON.
+
+Owns the options and their checks. Exit code 0 whatever is measured; 2 for what cannot be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from prefixcache.cli import TYPER_SETTINGS
+from prefixcache.cli.daemon import DEFAULT_TIMEOUT_S, AsJson, connect
+from prefixcache.cli.output import print_json
+from prefixcache.cli.progress import progress_bar
+
+if TYPE_CHECKING:
+    from prefixcache.bench.core import CoreSettings
+    from prefixcache.bench.report import Report
+    from prefixcache.bench.rpc import RpcSettings
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, **TYPER_SETTINGS)
+
+NumRounds = Annotated[
+    int | None,
+    typer.Option(
+        "--rounds",
+        metavar="N",
+        min=1,
+        help="Rounds to run. Left out, as many as a few minutes have room for.",
+    ),
+]
+Quick = Annotated[
+    bool, typer.Option("--quick", help="Small sizes and few rounds: seconds, and rough.")
+]
+
+
+@app.callback()
+def bench() -> None:
+    """Measure the cache, its RPCs and attention, beside floors of the same run.
+
+    What is compared runs in interleaved rounds; medians, fastest and slowest are shown, and ratios
+    to floors or peers that ran in the same rounds. The exit code is 0 whatever is measured.
+    """
+
+
+@app.command()
+def core(
+    tokens: Annotated[
+        str | None, typer.Option(metavar="N[,N...]", help="Lengths of prompts. (2000,131072)")
+    ] = None,
+    blocks: Annotated[
+        str | None,
+        typer.Option(metavar="N[,N...]", help="Sizes of pools. (20000,200000,1000000)"),
+    ] = None,
+    algorithms: Annotated[
+        str | None, typer.Option(metavar="NAME[,NAME...]", help="Recipes of hashes. (all)")
+    ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", dir_okay=False, help="Draw growth as a PNG (needs matplotlib)."
+        ),
+    ] = None,
+    rounds: NumRounds = None,
+    quick: Quick = False,
+    as_json: AsJson = False,
+) -> None:
+    """Measure the block manager's calls, in process.
+
+    Hashing, lookup, allocate, commit, append and free of prompts, making a pool, bytes a block,
+    and whether a call costs more in larger pools or beside more sequences.
+    """
+    from prefixcache.bench.core import bench_core
+
+    settings = _core_settings(quick, rounds)
+    if tokens is not None:
+        settings = replace(settings, tokens=_numbers(tokens, "--tokens"))
+    if blocks is not None:
+        settings = replace(settings, blocks=_numbers(blocks, "--blocks"))
+    if algorithms is not None:
+        settings = replace(settings, algorithms=_algorithms(algorithms))
+    if plot is not None:
+        from prefixcache.bench.plot import check_plotting
+
+        check_plotting()
+    with _progress() as show:
+        report = bench_core(settings, show)
+    if plot is not None:
+        from prefixcache.bench.plot import plot_growth
+
+        plot_growth(report.rows, plot)
+    _print(report, as_json)
+
+
+@app.command()
+def rpc(
+    target: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ADDR",
+            help="A daemon that runs already, best one of --storage none; its cache is used. "
+            "By default one is started.",
+        ),
+    ] = None,
+    tokens: Annotated[int, typer.Option(min=32, help="Length of prompts.")] = 2_000,
+    rounds: NumRounds = None,
+    quick: Quick = False,
+    as_json: AsJson = False,
+) -> None:
+    """Measure RPCs beside an echo of the same sizes.
+
+    Lookup, Allocate, Append and Free with 1, 8 and 64 calls in flight; a short Lookup beside long
+    calls of another client; and where the time of a call goes.
+    """
+    from prefixcache.bench.rpc import bench_rpc
+
+    settings = replace(_rpc_settings(quick, rounds), target=target, tokens=tokens)
+    if target is not None:
+        with connect(target, DEFAULT_TIMEOUT_S) as client:
+            client.server_info()
+    with _progress() as show:
+        report = bench_rpc(settings, show)
+    _print(report, as_json)
+
+
+def _rpc_settings(quick: bool, rounds: int | None) -> RpcSettings:
+    from prefixcache.bench.fairness import FairnessSettings
+    from prefixcache.bench.measure import Rounds
+    from prefixcache.bench.rpc import RpcSettings
+
+    settings = RpcSettings()
+    if quick:
+        few = Rounds.exactly(1)
+        settings = RpcSettings(
+            in_flight=(1, 4),
+            calls=20,
+            num_blocks=20_000,
+            rounds=few,
+            split_rounds=few,
+            fairness=FairnessSettings(
+                lookup_tokens=16_384, prefill_tokens=512, calls=20, rounds=few
+            ),
+        )
+    if rounds is not None:
+        exactly = Rounds.exactly(rounds)
+        fairness = replace(settings.fairness, rounds=exactly)
+        settings = replace(settings, rounds=exactly, split_rounds=exactly, fairness=fairness)
+    return settings
+
+
+def _core_settings(quick: bool, rounds: int | None) -> CoreSettings:
+    from prefixcache.bench.core import CoreSettings
+    from prefixcache.bench.growth import GrowthSettings
+    from prefixcache.bench.measure import Rounds
+    from prefixcache.bench.memory import MemorySettings
+
+    settings = CoreSettings()
+    if quick:
+        settings = CoreSettings(
+            tokens=(2_000,),
+            blocks=(20_000,),
+            rounds=Rounds.exactly(3),
+            growth=GrowthSettings(
+                blocks=(2_000, 20_000), live=(10, 1_000), rounds=Rounds.exactly(3)
+            ),
+            memory=MemorySettings(blocks=20_000, repeats=1),
+        )
+    if rounds is not None:
+        exactly = Rounds.exactly(rounds)
+        growth = replace(settings.growth, rounds=exactly)
+        settings = replace(settings, rounds=exactly, growth=growth)
+    return settings
+
+
+def _numbers(text: str, option: str) -> tuple[int, ...]:
+    try:
+        found = tuple(dict.fromkeys(int(part) for part in text.split(",")))
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is no list of numbers", param_hint=option) from None
+    if min(found) < 1:
+        raise typer.BadParameter(f"{min(found)} is less than 1", param_hint=option)
+    return found
+
+
+def _algorithms(text: str) -> tuple[str, ...]:
+    from prefixcache.core.hashing import HASH_ALGORITHMS
+
+    found = tuple(dict.fromkeys(text.split(",")))
+    for name in found:
+        if name not in HASH_ALGORITHMS:
+            raise typer.BadParameter(
+                f"{name!r} is none of {', '.join(HASH_ALGORITHMS)}", param_hint="--algorithms"
+            )
+    return found
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[str, float], None]]:
+    """A bar for each step that is told of."""
+    with progress_bar() as bar:
+        tasks: dict[str, object] = {}
+
+        def show(step: str, share: float) -> None:
+            if step not in tasks:
+                tasks[step] = bar.add_task(step, total=1.0)
+            bar.update(tasks[step], completed=share)  # type: ignore[arg-type]
+
+        yield show
+
+
+def _print(report: Report, as_json: bool) -> None:
+    from prefixcache.bench.report import print_report, to_json
+
+    if as_json:
+        print_json(to_json(report))
+    else:
+        print_report(report)

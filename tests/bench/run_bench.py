@@ -1,0 +1,31 @@
+"""`prefixcache bench` through its own command line, in the process of the test."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from prefixcache.cli import main
+
+
+def run_bench(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """Standard output of a run that ends well."""
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", *arguments])
+    output = capsys.readouterr()
+    assert ended.value.code in (0, None), output.err
+    assert output.err == ""
+    return output.out
+
+
+def report_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    report: dict[str, Any] = json.loads(run_bench(capsys, *arguments, "--json"))
+    return report
+
+
+def rows_named(report: dict[str, Any], name: str, **labels: object) -> list[dict[str, Any]]:
+    return [
+        row for row in report["results"] if row["name"] == name and labels.items() <= row.items()
+    ]
