@@ -37,7 +37,10 @@ def choose(wanted: str, *, is_built: Callable[[], bool]) -> str:
 
 
 def _is_built() -> bool:
-    return importlib.util.find_spec("prefixcache.core.native.hash_chain") is not None
+    """True if all compiled modules are there; each of them is built or not by itself."""
+    names = ("free_queue", "hash_chain", "pool")
+    found = (importlib.util.find_spec(f"prefixcache.core.native.{name}") for name in names)
+    return None not in found
 
 
 FORM = choose(os.environ.get(FORM_ENV, ""), is_built=_is_built)

@@ -1,13 +1,16 @@
-"""The free queue against a plain list."""
+"""The free queue of the form in use, against a plain list."""
 
 from __future__ import annotations
 
+import importlib
 import random
 
 import numpy as np
 import pytest
 
-from prefixcache.core.python.free_queue import FreeQueue
+from prefixcache.core.form import FORM
+
+FreeQueue = importlib.import_module(f"prefixcache.core.{FORM}.free_queue").FreeQueue
 
 
 def ids(blocks: list[int]) -> np.ndarray:

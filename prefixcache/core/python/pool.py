@@ -1,23 +1,7 @@
-"""The block pool: ref counts, the hash index and the order of eviction.
-
-The only owner of `ref_cnt`, of the index and of the free queue. Knows no sequences and no K/V.
-Not thread-safe: the core's lock guards it.
+"""The block pool in Python and numpy; `prefixcache.core.pool` says what a pool is.
 
 Every block is a row in a few columns, so making a pool of a million blocks is a handful of array
-allocations, and the work of a long prompt is a handful of numpy calls. A block is
-
-    plain       no hash; blank when its ref count is 0
-    registered  findable by its hash; evictable when its ref count is 0
-    standby     referenced, with the content of a hash that another block is registered for;
-                takes over when that block is evicted
-
-Invariants: the free queue holds exactly the blocks with ref count 0; index entries and registered
-blocks are a bijection; a standby's hash is in the index; cached blocks are prefix-closed (a
-findable block's parent is findable), since every holder of a block holds its ancestors, or
-standbys of them, and releases deepest first.
-
-Source of the eviction order: vLLM's block pool (blocks of one request leave deepest first, so
-that a chain is eaten from its end).
+allocations, and the work of a long prompt is a handful of numpy calls.
 """
 
 from __future__ import annotations
@@ -39,7 +23,8 @@ class Pool:
     """`num_blocks` blocks, all blank at first, taken in the order of their ids.
 
     verify_hits: also keep token ids, extra keys and parent links, and compare them on every hit,
-    so that a hash collision is a miss. Costs 4 bytes a token and 16 a block.
+    so that a hash collision is a miss. Costs 4 bytes a token and 16 a block. digest_bytes: of all
+    hashes.
     """
 
     def __init__(

@@ -1,0 +1,428 @@
+# cython: language_level=3, boundscheck=False, wraparound=False, initializedcheck=False
+"""The block pool over flat columns; `prefixcache.core.pool` says what a pool is.
+
+Every block is a row in a few columns of numpy arrays: 70 to 86 bytes a block with digests of 32
+bytes. The index, the free queue, the rings of standbys and the contents are C structs over those
+columns, each in a header of its name.
+"""
+
+import os
+
+import numpy as np
+
+from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
+from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
+from libc.string cimport memcpy, memset
+
+from prefixcache.core.native.free_queue cimport (
+    FreeQueue,
+    free_queue,
+    queue_insert,
+    queue_pop,
+    queue_push_tail,
+    queue_remove,
+)
+
+cdef extern from "hash_index.h" nogil:
+    enum:
+        INDEX_MIN_DIGEST_BYTES
+    ctypedef struct hash_index:
+        uint64_t *slots
+        uint8_t *digests
+        size_t digest_bytes
+        int num_bits
+        uint64_t factors[2]
+        int64_t count
+    uint32_t index_key(const hash_index *index, const uint8_t *digest)
+    uint8_t *index_digest(const hash_index *index, int32_t block)
+    uint64_t index_slot(const hash_index *index, uint32_t key, const uint8_t *digest)
+    int32_t index_block_at(const hash_index *index, uint64_t at)
+    int32_t index_find(const hash_index *index, const uint8_t *digest)
+    void index_set(hash_index *index, uint64_t at, uint32_t key, int32_t block)
+    void index_prefetch(const hash_index *index, const uint8_t *digest, int64_t num_left)
+    void index_prefetch_slot(const hash_index *index, const uint8_t *digest)
+    void __builtin_prefetch(const void *address)
+    int64_t index_match(
+        const hash_index *index, const uint8_t *digests, int64_t count, int32_t *blocks
+    )
+    void index_remove(hash_index *index, int32_t block)
+
+cdef extern from "standbys.h" nogil:
+    ctypedef struct standby_rings:
+        int32_t *after
+        int32_t *before
+    void ring_add(standby_rings *rings, int32_t registered, int32_t standby)
+    void ring_remove(standby_rings *rings, int32_t block)
+
+cdef extern from "contents.h" nogil:
+    ctypedef struct contents:
+        uint32_t *token_ids
+        int64_t *entry
+        int64_t *parent
+        uint8_t *has_keys
+        int64_t last_entry
+        size_t block_size
+    int64_t contents_match(
+        const contents *all, const int32_t *blocks, int64_t count, const uint32_t *token_ids
+    )
+    void contents_write(
+        contents *all, const int32_t *blocks, int64_t count, const uint32_t *token_ids
+    )
+    void contents_enter(contents *all, int32_t block, int32_t parent)
+    bint contents_same(const contents *all, int32_t block, int32_t holder, int32_t parent)
+    void contents_share(contents *all, int32_t block, int32_t holder)
+
+cdef enum:
+    PLAIN = 0
+    REGISTERED = 1
+    STANDBY = 2
+    EVICTION_COLUMNS_AHEAD = 16
+    EVICTION_SLOTS_AHEAD = 8
+
+
+cdef class Pool:
+    """`num_blocks` blocks, all blank at first, taken in the order of their ids."""
+
+    cdef readonly Py_ssize_t num_blocks, block_size, digest_bytes
+    cdef readonly object ref_cnt
+    cdef readonly int64_t num_evictions
+    cdef readonly int64_t num_evictable
+    cdef FreeQueue _queue
+    cdef list _columns
+    cdef int32_t *_refs
+    cdef uint8_t *_state
+    cdef hash_index _index
+    cdef standby_rings _rings
+    cdef bint _verifies
+    cdef contents _contents
+    cdef dict _extra_keys
+
+    def __init__(
+        self,
+        Py_ssize_t num_blocks,
+        Py_ssize_t block_size,
+        bint verify_hits,
+        Py_ssize_t digest_bytes=32,
+    ):
+        if num_blocks < 1 or num_blocks >= 1 << 31 or block_size < 1:
+            raise ValueError(f"a pool of {num_blocks} blocks of {block_size} tokens")
+        if digest_bytes < INDEX_MIN_DIGEST_BYTES:
+            raise ValueError(f"digest_bytes is {digest_bytes}, must be {INDEX_MIN_DIGEST_BYTES}+")
+        self.num_blocks, self.block_size = num_blocks, block_size
+        self.digest_bytes = digest_bytes
+        self._queue = FreeQueue(num_blocks)
+        self._columns = []
+        self.ref_cnt = np.zeros(num_blocks, dtype=np.int32)
+        self._refs = <int32_t *>self._address(self.ref_cnt)
+        self._state = <uint8_t *>self._zeros(num_blocks, np.uint8)
+        self._rings.after = <int32_t *>self._zeros(num_blocks, np.int32)
+        self._rings.before = <int32_t *>self._zeros(num_blocks, np.int32)
+        self._index.num_bits = (2 * num_blocks - 1).bit_length()
+        self._index.slots = <uint64_t *>self._zeros(1 << self._index.num_bits, np.uint64)
+        self._index.digests = <uint8_t *>self._zeros(num_blocks * digest_bytes, np.uint8)
+        self._index.digest_bytes = digest_bytes
+        self._index.factors[0] = int.from_bytes(os.urandom(8), "little") | 1
+        self._index.factors[1] = int.from_bytes(os.urandom(8), "little") | 1
+        self._verifies = verify_hits
+        if verify_hits:
+            self._contents.block_size = block_size
+            self._contents.token_ids = <uint32_t *>self._zeros(num_blocks * block_size, np.uint32)
+            self._contents.entry = <int64_t *>self._zeros(num_blocks, np.int64)
+            self._contents.parent = <int64_t *>self._zeros(num_blocks, np.int64)
+            self._contents.has_keys = <uint8_t *>self._zeros(num_blocks, np.uint8)
+            self._extra_keys = {}
+
+    cdef void *_zeros(self, Py_ssize_t count, object dtype) except NULL:
+        return self._address(np.zeros(count, dtype=dtype))
+
+    cdef void *_address(self, object column) except NULL:
+        """Keep an array and say where its elements are."""
+        self._columns.append(column)
+        cdef const uint8_t[::1] view = column.view(np.uint8)
+        return <void *>&view[0]
+
+    # ---- what it holds
+
+    @property
+    def num_free(self):
+        return self._queue.queue.length
+
+    @property
+    def num_blank(self):
+        return self._queue.queue.length - self.num_evictable
+
+    @property
+    def num_referenced(self):
+        return self.num_blocks - self._queue.queue.length
+
+    @property
+    def num_cached(self):
+        return self._index.count
+
+    def state_of(self, int32_t block_id):
+        """PLAIN, REGISTERED or STANDBY."""
+        self._check(block_id)
+        return self._state[block_id]
+
+    def hash_of(self, int32_t block_id):
+        self._check(block_id)
+        if self._state[block_id] == PLAIN:
+            return None
+        return PyBytes_FromStringAndSize(
+            <char *>index_digest(&self._index, block_id), self.digest_bytes
+        )
+
+    def block_of(self, bytes block_hash):
+        """The block registered under a hash; its content is not compared."""
+        if len(block_hash) != self.digest_bytes:
+            raise ValueError(f"a hash of {len(block_hash)} bytes, not {self.digest_bytes}")
+        cdef int32_t block = index_find(
+            &self._index, <const uint8_t *>PyBytes_AS_STRING(block_hash)
+        )
+        return None if block < 0 else block
+
+    def free_order(self):
+        """Free blocks from the next one to be taken to the last one, `[num_free] int32`."""
+        return self._queue.order()
+
+    def is_private(self, int32_t block_id):
+        """True if one holder has it and nobody can find it: its slots may be written."""
+        self._check(block_id)
+        return self._refs[block_id] == 1 and self._state[block_id] == PLAIN
+
+    # ---- calls
+
+    def match(self, chain, Py_ssize_t limit):
+        """Blocks of the longest cached prefix of the chain, at most `limit`. Changes nothing."""
+        cdef bytes digests = self._digests(chain.hashes)
+        cdef Py_ssize_t count = min(limit, len(digests) // self.digest_bytes)
+        block_ids = np.empty(max(count, 0), dtype=np.int32)
+        if count <= 0 or not self._index.count:
+            return block_ids[:0]
+        cdef int32_t[::1] found = block_ids
+        cdef int64_t num_found = index_match(
+            &self._index, <const uint8_t *>PyBytes_AS_STRING(digests), count, &found[0]
+        )
+        if self._verifies and num_found:
+            num_found = self._num_equal(&found[0], num_found, chain)
+        return block_ids[:num_found]
+
+    def num_free_among(self, const int32_t[::1] block_ids):
+        """How many of the blocks are free."""
+        cdef Py_ssize_t index, count = 0
+        self._check_all(block_ids)
+        for index in range(block_ids.shape[0]):
+            count += self._refs[block_ids[index]] == 0
+        return count
+
+    def acquire(self, const int32_t[::1] block_ids):
+        """One more reference on each of distinct, cached or referenced blocks."""
+        cdef Py_ssize_t index
+        cdef int32_t block
+        self._check_all(block_ids)
+        for index in range(block_ids.shape[0]):
+            block = block_ids[index]
+            if self._refs[block] == 0:
+                queue_remove(&self._queue.queue, block)
+                self.num_evictable -= 1
+            self._refs[block] += 1
+
+    def take(self, Py_ssize_t count):
+        """`count` plain blocks with one reference each, from the head of the free queue.
+
+        Cached ones among them are evicted. The caller has checked `num_free`.
+        """
+        assert 0 <= count <= self._queue.queue.length
+        taken = np.empty(count, dtype=np.int32)
+        if count == 0:
+            return taken
+        cdef int32_t[::1] blocks = taken
+        cdef Py_ssize_t index
+        cdef int32_t block
+        queue_pop(&self._queue.queue, count, &blocks[0])
+        for index in range(count):
+            self._prefetch_evictions(&blocks[index], count - index)
+            block = blocks[index]
+            self._refs[block] = 1
+            if self._state[block] == REGISTERED:
+                self.num_evictable -= 1
+                self._state[block] = PLAIN
+                self._evict(block)
+        return taken
+
+    def release(self, const int32_t[::1] block_ids):
+        """One reference less on each of the distinct blocks of a table, last to first.
+
+        Blocks that reach 0 go to the tail of the free queue if registered, and to its head, as one
+        group, if not. A standby that reaches 0 becomes blank, and its hash's registered block is
+        used at that moment: if that is free, it moves to the tail in the standby's turn.
+        """
+        cdef free_queue *queue = &self._queue.queue
+        cdef int32_t after = queue.ends, block, holder
+        cdef Py_ssize_t index
+        self._check_all(block_ids)
+        for index in range(block_ids.shape[0] - 1, -1, -1):
+            block = block_ids[index]
+            self._refs[block] -= 1
+            if self._refs[block]:
+                continue
+            if self._state[block] == REGISTERED:
+                queue_push_tail(queue, block)
+                self.num_evictable += 1
+                continue
+            if self._state[block] == STANDBY:
+                self._state[block] = PLAIN
+                ring_remove(&self._rings, block)
+                holder = index_find(&self._index, index_digest(&self._index, block))
+                if self._refs[holder] == 0:
+                    queue_remove(queue, holder)
+                    queue_push_tail(queue, holder)
+            queue_insert(queue, block, after)
+            after = block
+
+    def register(self, const int32_t[::1] block_ids, chain, parent):
+        """Make referenced plain blocks, whose K/V are complete, findable by their hashes.
+
+        block_ids: the blocks of `chain`, `[len(chain.hashes)]`. parent: the cached block before
+        them, None for the start of a sequence. A block whose hash is taken by the same content
+        becomes a standby. Returns how many blocks were registered or stand by: fewer than given
+        if a hash is taken by other content, and then nothing from that block on is registered.
+        """
+        cdef bytes digests = self._digests(chain.hashes)
+        cdef Py_ssize_t count = block_ids.shape[0], index
+        cdef int32_t before = -1 if parent is None else parent
+        if len(digests) != count * self.digest_bytes:
+            raise ValueError(f"{len(digests)} bytes of hashes for {count} blocks")
+        self._check_all(block_ids)
+        if count and self._verifies:
+            self._write(block_ids, chain)
+        cdef const uint8_t *digest = <const uint8_t *>PyBytes_AS_STRING(digests)
+        for index in range(count):
+            index_prefetch(&self._index, digest, count - index)
+            if not self._register(block_ids[index], digest, before):
+                return index
+            before = block_ids[index]
+            digest += self.digest_bytes
+        return count
+
+    def clear(self):
+        """Drop every hash. Free cached blocks become blank where they are in the queue."""
+        memset(self._index.slots, 0, sizeof(uint64_t) << self._index.num_bits)
+        memset(self._rings.after, 0, sizeof(int32_t) * self.num_blocks)
+        memset(self._rings.before, 0, sizeof(int32_t) * self.num_blocks)
+        memset(self._state, PLAIN, self.num_blocks)
+        self._index.count = 0
+        self.num_evictable = 0
+        if self._verifies:
+            memset(self._contents.has_keys, 0, self.num_blocks)
+            self._extra_keys.clear()
+
+    # ---- inside
+
+    cdef int _check(self, int32_t block_id) except -1:
+        if not 0 <= block_id < self.num_blocks:
+            raise IndexError(f"block {block_id} of {self.num_blocks}")
+        return 0
+
+    cdef int _check_all(self, const int32_t[::1] block_ids) except -1:
+        cdef Py_ssize_t index
+        for index in range(block_ids.shape[0]):
+            self._check(block_ids[index])
+        return 0
+
+    cdef bytes _digests(self, hashes):
+        if hashes.digest_bytes != self.digest_bytes:
+            raise ValueError(f"hashes of {hashes.digest_bytes} bytes, not {self.digest_bytes}")
+        return hashes.data
+
+    cdef int _register(self, int32_t block, const uint8_t *digest, int32_t parent) except -1:
+        """Register one block, or let it stand by; 0 if its hash has other content."""
+        cdef uint32_t key = index_key(&self._index, digest)
+        cdef uint64_t at = index_slot(&self._index, key, digest)
+        cdef int32_t holder = index_block_at(&self._index, at)
+        if holder < 0:
+            index_set(&self._index, at, key, block)
+            self._index.count += 1
+            self._state[block] = REGISTERED
+            if self._verifies:
+                contents_enter(&self._contents, block, parent)
+        else:
+            if self._verifies and not self._shares(block, holder, parent):
+                return 0
+            ring_add(&self._rings, holder, block)
+            self._state[block] = STANDBY
+        memcpy(index_digest(&self._index, block), digest, self.digest_bytes)
+        return 1
+
+    cdef void _prefetch_evictions(self, const int32_t *blocks, Py_ssize_t num_left):
+        """Start to load what evicting a later block reads: its columns, then its slot."""
+        cdef int32_t later
+        if num_left > EVICTION_COLUMNS_AHEAD:
+            later = blocks[EVICTION_COLUMNS_AHEAD]
+            __builtin_prefetch(self._state + later)
+            __builtin_prefetch(self._refs + later)
+            __builtin_prefetch(self._rings.after + later)
+            __builtin_prefetch(index_digest(&self._index, later))
+        if num_left > EVICTION_SLOTS_AHEAD:
+            index_prefetch_slot(&self._index, index_digest(&self._index, blocks[EVICTION_SLOTS_AHEAD]))
+
+    cdef void _evict(self, int32_t block):
+        """The registered block is gone: the longest standing standby takes its place."""
+        cdef uint8_t *digest = index_digest(&self._index, block)
+        cdef uint32_t key
+        cdef int32_t heir
+        if self._rings.after[block]:
+            heir = self._rings.after[block] - 1
+            ring_remove(&self._rings, block)
+            key = index_key(&self._index, digest)
+            index_set(&self._index, index_slot(&self._index, key, digest), key, heir)
+            self._state[heir] = REGISTERED
+        else:
+            index_remove(&self._index, block)
+            self.num_evictions += 1
+
+    # ---- verified hits
+
+    cdef int64_t _num_equal(self, const int32_t *blocks, int64_t count, chain) except -1:
+        """How many blocks, from the first on, have the content of the chain."""
+        cdef const uint32_t[::1] token_ids = chain.token_ids
+        extra_keys = chain.extra_keys
+        cdef int64_t index
+        count = contents_match(&self._contents, blocks, count, &token_ids[0])
+        for index in range(count):
+            if extra_keys is None or not extra_keys[index]:
+                if self._contents.has_keys[blocks[index]]:
+                    return index
+            elif self._extra_keys.get(blocks[index]) != extra_keys[index]:
+                return index
+        return count
+
+    cdef int _write(self, const int32_t[::1] block_ids, chain) except -1:
+        """Keep the content of blocks that are about to be registered."""
+        cdef const uint32_t[::1] token_ids = chain.token_ids
+        extra_keys = chain.extra_keys
+        cdef Py_ssize_t index, count = block_ids.shape[0]
+        if token_ids.shape[0] != count * self.block_size:
+            raise ValueError(f"{token_ids.shape[0]} tokens for {count} blocks")
+        if self._extra_keys:
+            for index in range(count):
+                if self._contents.has_keys[block_ids[index]]:
+                    del self._extra_keys[block_ids[index]]
+        contents_write(&self._contents, &block_ids[0], count, &token_ids[0])
+        if extra_keys is not None:
+            for index in range(count):
+                if extra_keys[index]:
+                    self._extra_keys[block_ids[index]] = extra_keys[index]
+                    self._contents.has_keys[block_ids[index]] = 1
+        return 0
+
+    cdef bint _shares(self, int32_t block, int32_t holder, int32_t parent) except -1:
+        """Share the holder's node if that has the same content and parent."""
+        if not contents_same(&self._contents, block, holder, parent):
+            return False
+        if self._contents.has_keys[block] != self._contents.has_keys[holder]:
+            return False
+        if self._contents.has_keys[block] and self._extra_keys[block] != self._extra_keys[holder]:
+            return False
+        contents_share(&self._contents, block, holder)
+        return True
