@@ -16,7 +16,8 @@ PrefixCacheError
 │   ├── NoStorageError              Prefill or Decode on a daemon without K/V memory
 │   └── StorageOwnedError           Commit on a daemon that computes K/V itself
 ├── ResourceExhaustedError
-│   └── NoRoomError                 too few free blocks now; retry after some are freed
+│   ├── NoRoomError                 too few free blocks now; retry after some are freed
+│   └── TooManyStreamsError         the daemon serves no more Step streams
 ├── AbortedError
 │   └── SequenceBusyError           a call is running on the sequence
 ├── UnavailableError                the daemon cannot be reached
@@ -57,6 +58,7 @@ __all__ = [
     "SequenceBusyError",
     "SequenceNotFoundError",
     "StorageOwnedError",
+    "TooManyStreamsError",
     "UnavailableError",
     "WrongPositionError",
 ]
@@ -221,6 +223,13 @@ class NoRoomError(ResourceExhaustedError):
             f"needs {needed} blocks, {free} free, {referenced} referenced",
             {"needed": needed, "free": free, "referenced": referenced},
         )
+
+
+class TooManyStreamsError(ResourceExhaustedError):
+    reason = "TOO_MANY_STREAMS"
+
+    def __init__(self, limit: int) -> None:
+        super().__init__(f"{limit} streams are open, and no more are served", {"limit": limit})
 
 
 class AbortedError(PrefixCacheError):

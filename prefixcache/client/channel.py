@@ -113,7 +113,8 @@ def make_stubs(channel: Any) -> dict[str, Any]:
     for method in wire.methods():
         request = wire.twin(method.request.DESCRIPTOR.name)
         response = wire.twin(method.response.DESCRIPTOR.name)
-        stubs[method.name] = channel.unary_unary(
+        make = channel.stream_stream if method.is_stream else channel.unary_unary
+        stubs[method.name] = make(
             method.path,
             request_serializer=request.SerializeToString,
             response_deserializer=response.FromString,

@@ -28,6 +28,7 @@ from prefixcache.client.messages import Call, ResultT
 from prefixcache.client.results import SequenceInfo, ServerInfo
 from prefixcache.client.sequence_state import SequenceState
 from prefixcache.client.sync_sequence import Sequence
+from prefixcache.client.sync_steps import StepStream
 from prefixcache.client.tensors import TensorT
 from prefixcache.core.stats import PoolStats
 from prefixcache.errors import (
@@ -290,6 +291,19 @@ class Client:
             self._owner, layer, _states(sequences), num_tokens, (q, k, v), scale
         )
         return self._call(call, timeout_s)
+
+    # ---- steps
+
+    def steps(self, *, timeout_s: float | None = None) -> StepStream:
+        """A stream for the calls of an engine's steps, all of a step in one message.
+
+        Several times cheaper than the calls one by one, and the next step may be sent before the
+        answer is there: worth it for an engine that allocates, appends, commits and frees at
+        every step. timeout_s: of the first call, which asks for the daemon's description.
+
+        TooManyStreamsError at the first answer if the daemon has no more streams to give.
+        """
+        return StepStream(self, self._ready(timeout_s))
 
     # ---- sending
 

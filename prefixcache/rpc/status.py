@@ -52,8 +52,8 @@ def status_code(error: PrefixCacheError) -> grpc.StatusCode:
     return next(STATUS_CODES[base] for base in type(error).__mro__ if base in STATUS_CODES)
 
 
-def to_status(error: PrefixCacheError, boot_id: bytes) -> grpc.Status:
-    """What a handler aborts with."""
+def status_message(error: PrefixCacheError, boot_id: bytes) -> status_pb2.Status:
+    """The error as `google.rpc.Status`."""
     info = error_details_pb2.ErrorInfo(reason=error.reason, domain=ERROR_DOMAIN)
     info.metadata["boot_id"] = boot_id.hex()
     for name, value in error.fields.items():
@@ -63,7 +63,12 @@ def to_status(error: PrefixCacheError, boot_id: bytes) -> grpc.Status:
     if isinstance(error, errors.NoRoomError):
         delay = duration_pb2.Duration(nanos=int(RETRY_DELAY_S * 1e9))
         status.details.append(_packed(error_details_pb2.RetryInfo(retry_delay=delay)))
-    wire_status: Any = rpc_status.to_status(status)
+    return status
+
+
+def to_status(error: PrefixCacheError, boot_id: bytes) -> grpc.Status:
+    """What a handler aborts with."""
+    wire_status: Any = rpc_status.to_status(status_message(error, boot_id))
     if isinstance(error, errors.DrainingError):
         # gRPC's own retries would come back to a daemon that is about to end.
         wire_status = wire_status._replace(
@@ -79,11 +84,27 @@ def from_rpc_error(error: grpc.RpcError) -> PrefixCacheError:
     message = error.details() or code.name
     info = _error_info(error)
     if info is not None:
-        fields: dict[str, str | int] = dict(info.metadata)
-        known = _BY_REASON.get(info.reason) or _BY_CODE.get(code, PrefixCacheError)
-        return known.from_wire(message, fields)
+        return _from_info(code, message, info)
     fallback = _BY_CODE.get(code, PrefixCacheError)
     return fallback.from_wire(f"{code.name}: {message}", {})
+
+
+def from_status_message(data: bytes) -> PrefixCacheError:
+    """The error that `status_message` was made of, from its bytes."""
+    status = status_pb2.Status.FromString(data)
+    code = next((known for known in grpc.StatusCode if known.value[0] == status.code), None)
+    info = _info_in(status)
+    if code is None or info is None:
+        return errors.InternalError(f"the daemon sent a status that says no reason: {status}")
+    return _from_info(code, status.message, info)
+
+
+def _from_info(
+    code: grpc.StatusCode, message: str, info: error_details_pb2.ErrorInfo
+) -> PrefixCacheError:
+    fields: dict[str, str | int] = dict(info.metadata)
+    known = _BY_REASON.get(info.reason) or _BY_CODE.get(code, PrefixCacheError)
+    return known.from_wire(message, fields)
 
 
 def _cut(text: str) -> str:
@@ -101,11 +122,15 @@ def _error_info(error: grpc.RpcError) -> error_details_pb2.ErrorInfo | None:
     for key, value in metadata:
         if key == "grpc-status-details-bin":
             try:
-                status = status_pb2.Status.FromString(value)
+                return _info_in(status_pb2.Status.FromString(value))
             except DecodeError:
                 return None
-            for detail in status.details:
-                info = error_details_pb2.ErrorInfo()
-                if detail.Unpack(info) and info.domain == ERROR_DOMAIN:
-                    return info
+    return None
+
+
+def _info_in(status: status_pb2.Status) -> error_details_pb2.ErrorInfo | None:
+    for detail in status.details:
+        info = error_details_pb2.ErrorInfo()
+        if detail.Unpack(info) and info.domain == ERROR_DOMAIN:
+            return info
     return None

@@ -29,12 +29,16 @@ _COLUMN_TYPES = (_Field.TYPE_FIXED32, _Field.TYPE_FIXED64)
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """One RPC: `path` is `/package.Service/Name`; requests and replies as declared."""
+    """One RPC: `path` is `/package.Service/Name`; requests and replies as declared.
+
+    is_stream: any number of requests, and a reply for each.
+    """
 
     service: str
     name: str
     request: type[Message]
     response: type[Message]
+    is_stream: bool
 
     @property
     def path(self) -> str:
@@ -51,6 +55,7 @@ def methods() -> Iterator[Method]:
                     method.name,
                     message_factory.GetMessageClass(method.input_type),
                     message_factory.GetMessageClass(method.output_type),
+                    method.client_streaming,
                 )
 
 

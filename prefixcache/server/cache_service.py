@@ -5,6 +5,7 @@ Hashing a prompt happens before the lock is taken. Safe to call from many thread
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,9 +15,11 @@ from prefixcache.errors import (
     DrainingError,
     FingerprintMismatchError,
     InvalidArgumentError,
+    PrefixCacheError,
     StorageOwnedError,
 )
 from prefixcache.rpc._pb import cache_pb2
+from prefixcache.rpc.status import status_message
 from prefixcache.rpc.wire import column32, column64, twin
 from prefixcache.server import checks
 from prefixcache.server.daemon import Daemon
@@ -142,6 +145,31 @@ class CacheService:
         with self._sequences.lock:
             codes = self._sequences.free(owner, request.sequence_ids, request_ids)
         return twin("FreeResponse")(result_codes=column32(codes))
+
+    def step(self, request: cache_pb2.StepRequest) -> Any:
+        response = twin("StepResponse")()
+        for name, call in (("free", self.free), ("commit", self.commit), ("append", self.append)):
+            if request.HasField(name):
+                reply = self._part(response, name, 0, call, getattr(request, name))
+                if reply is not None:
+                    answered = getattr(response, name)
+                    answered.SetInParent()
+                    answered.MergeFrom(reply)
+        for index, part in enumerate(request.allocates):
+            reply = self._part(response, "allocates", index, self.allocate, part)
+            response.allocates.append(reply or twin("AllocateResponse")())
+        return response
+
+    def _part(
+        self, response: Any, name: str, index: int, call: Callable[[Any], Any], request: Any
+    ) -> Any:
+        """The reply of one call of a step; None if it was refused, which the response then says."""
+        try:
+            return call(request)
+        except PrefixCacheError as error:
+            status = status_message(error, self._daemon.boot_id).SerializeToString()
+            response.errors.add(call=name, index=index, status=status)
+            return None
 
     def _append_rows(self, request: cache_pb2.AppendRequest) -> list[AppendRow]:
         num_rows = checks.equal_lengths(request, "sequence_ids", "start_positions", "num_tokens")

@@ -6,7 +6,8 @@ The one place where any exception may end, so that every call gets a status of o
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -21,11 +22,14 @@ from prefixcache.errors import (
     InternalError,
     InvalidArgumentError,
     PrefixCacheError,
+    TooManyStreamsError,
 )
 from prefixcache.rpc import wire
 from prefixcache.rpc.status import to_status
 
 _log = structlog.get_logger(__name__)
+
+_Answer = Callable[[bytes, grpc.ServicerContext], Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,24 +37,48 @@ class Service:
     """Who answers the RPCs of one service, and in whose threads.
 
     servicer: its method for the RPC `GetStats` is `get_stats(request)`, which returns a message,
-    a twin or not, or raises a PrefixCacheError.
+    a twin or not, or raises a PrefixCacheError. Of a stream it answers one message.
     """
 
     servicer: object
     workers: ThreadPoolExecutor
 
 
-def add_services(server: grpc.Server, services: Mapping[str, Service], boot_id: bytes) -> None:
+class StreamWorkers:
+    """Threads for streams, each of which keeps one as long as it is open.
+
+    One more stream than `limit` is refused and not left to wait: nobody knows for how long. The
+    threads on top of the limit do the refusing.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.free = threading.Semaphore(limit)
+        self.workers = ThreadPoolExecutor(limit + 2, "step")
+
+
+def add_services(
+    server: grpc.Server, services: Mapping[str, Service], streams: StreamWorkers, boot_id: bytes
+) -> None:
     """Register every RPC of the .proto files; services by their short names."""
     by_service: dict[str, dict[str, Any]] = {}
     for method in wire.methods():
         service = services[method.service.rpartition(".")[2]]
         name = re.sub(r"(?<!^)(?=[A-Z])", "_", method.name).lower()
-        handler = _handler(method, getattr(service.servicer, name), boot_id)
-        run_in(service.workers, handler)
-        by_service.setdefault(method.service, {})[method.name] = (
-            grpc.unary_unary_rpc_method_handler(handler, response_serializer=_serialize)
-        )
+        answer = _answer(method, getattr(service.servicer, name), boot_id)
+        handlers = by_service.setdefault(method.service, {})
+        if method.is_stream:
+            stream = _stream_handler(answer, streams, boot_id)
+            run_in(streams.workers, stream)
+            handlers[method.name] = grpc.stream_stream_rpc_method_handler(
+                stream, response_serializer=_serialize
+            )
+        else:
+            handler = _handler(answer, boot_id)
+            run_in(service.workers, handler)
+            handlers[method.name] = grpc.unary_unary_rpc_method_handler(
+                handler, response_serializer=_serialize
+            )
     for full_name, handlers in by_service.items():
         server.add_registered_method_handlers(full_name, handlers)
 
@@ -63,9 +91,7 @@ def run_in(workers: ThreadPoolExecutor, handler: Callable[..., Any]) -> None:
     handler.experimental_thread_pool = workers  # type: ignore[attr-defined]
 
 
-def _handler(
-    method: wire.Method, call: Callable[[Any], Any], boot_id: bytes
-) -> Callable[[bytes, grpc.ServicerContext], Any]:
+def _handler(answer: _Answer, boot_id: bytes) -> _Answer:
     def handle(data: bytes, context: grpc.ServicerContext) -> Any:
         # Its caller may have given up while it waited for a worker: done now, an Allocate would
         # make a sequence that nobody knows of. gRPC reports a passed deadline a little late.
@@ -73,6 +99,30 @@ def _handler(
             _abort(context, DeadlineExceededError("the deadline passed in the queue"), boot_id)
         if not context.is_active():
             _abort(context, CancelledCallError("the call has ended before it began"), boot_id)
+        return answer(data, context)
+
+    return handle
+
+
+def _stream_handler(
+    answer: _Answer, streams: StreamWorkers, boot_id: bytes
+) -> Callable[[Iterator[bytes], grpc.ServicerContext], Iterator[Any]]:
+    def handle(requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[Any]:
+        if not streams.free.acquire(blocking=False):
+            _abort(context, TooManyStreamsError(streams.limit), boot_id)
+        try:
+            for data in requests:
+                yield answer(data, context)
+        finally:
+            streams.free.release()
+
+    return handle
+
+
+def _answer(method: wire.Method, call: Callable[[Any], Any], boot_id: bytes) -> _Answer:
+    """One message in, one out, or the call is aborted."""
+
+    def answer(data: bytes, context: grpc.ServicerContext) -> Any:
         try:
             return call(_parse(method, data))
         except PrefixCacheError as error:
@@ -81,7 +131,7 @@ def _handler(
             _log.exception("rpc failed", method=method.path)
             _abort(context, InternalError("internal error, see the daemon's log"), boot_id)
 
-    return handle
+    return answer
 
 
 def _parse(method: wire.Method, data: bytes) -> Any:

@@ -21,12 +21,14 @@ from prefixcache.server.admin_service import AdminService
 from prefixcache.server.attention_service import AttentionService
 from prefixcache.server.cache_service import CacheService
 from prefixcache.server.daemon import Daemon
-from prefixcache.server.handlers import Service, add_services, run_in
+from prefixcache.server.handlers import Service, StreamWorkers, add_services, run_in
 
 MIN_PING_INTERVAL_MS = 5_000
 """Clients may ping this often, with or without calls, before they are told to go away."""
 _MAX_STREAMS = 64
 """Health watches and reflection streams that are served at the same time; more of them wait."""
+MAX_STEP_STREAMS = 256
+"""Step streams that are open at the same time: one is enough for an engine."""
 _LAST_REPLIES_S = 0.5
 """How long replies may take to leave once their calls have ended."""
 
@@ -74,6 +76,7 @@ class RpcServer:
                 "AttentionService": Service(AttentionService(daemon), self._attention_workers),
                 "AdminService": Service(AdminService(daemon), self._workers),
             },
+            StreamWorkers(MAX_STEP_STREAMS),
             daemon.boot_id,
         )
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)

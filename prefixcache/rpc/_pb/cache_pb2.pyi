@@ -337,3 +337,39 @@ class FreeResponse(_message.Message):
     RESULT_CODES_FIELD_NUMBER: _ClassVar[int]
     result_codes: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, result_codes: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class StepRequest(_message.Message):
+    __slots__ = ("free", "commit", "append", "allocates")
+    FREE_FIELD_NUMBER: _ClassVar[int]
+    COMMIT_FIELD_NUMBER: _ClassVar[int]
+    APPEND_FIELD_NUMBER: _ClassVar[int]
+    ALLOCATES_FIELD_NUMBER: _ClassVar[int]
+    free: FreeRequest
+    commit: CommitRequest
+    append: AppendRequest
+    allocates: _containers.RepeatedCompositeFieldContainer[AllocateRequest]
+    def __init__(self, free: _Optional[_Union[FreeRequest, _Mapping]] = ..., commit: _Optional[_Union[CommitRequest, _Mapping]] = ..., append: _Optional[_Union[AppendRequest, _Mapping]] = ..., allocates: _Optional[_Iterable[_Union[AllocateRequest, _Mapping]]] = ...) -> None: ...
+
+class StepResponse(_message.Message):
+    __slots__ = ("free", "commit", "append", "allocates", "errors")
+    FREE_FIELD_NUMBER: _ClassVar[int]
+    COMMIT_FIELD_NUMBER: _ClassVar[int]
+    APPEND_FIELD_NUMBER: _ClassVar[int]
+    ALLOCATES_FIELD_NUMBER: _ClassVar[int]
+    ERRORS_FIELD_NUMBER: _ClassVar[int]
+    free: FreeResponse
+    commit: CommitResponse
+    append: AppendResponse
+    allocates: _containers.RepeatedCompositeFieldContainer[AllocateResponse]
+    errors: _containers.RepeatedCompositeFieldContainer[StepError]
+    def __init__(self, free: _Optional[_Union[FreeResponse, _Mapping]] = ..., commit: _Optional[_Union[CommitResponse, _Mapping]] = ..., append: _Optional[_Union[AppendResponse, _Mapping]] = ..., allocates: _Optional[_Iterable[_Union[AllocateResponse, _Mapping]]] = ..., errors: _Optional[_Iterable[_Union[StepError, _Mapping]]] = ...) -> None: ...
+
+class StepError(_message.Message):
+    __slots__ = ("call", "index", "status")
+    CALL_FIELD_NUMBER: _ClassVar[int]
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    STATUS_FIELD_NUMBER: _ClassVar[int]
+    call: str
+    index: int
+    status: bytes
+    def __init__(self, call: _Optional[str] = ..., index: _Optional[int] = ..., status: _Optional[bytes] = ...) -> None: ...
