@@ -95,6 +95,8 @@ class Sequence:
     first_writable: K/V of positions below it are never written (they are somebody's hit).
     last_call, last_reply: what a repeat of the last applied state call is recognised by and
     answered with; an attention call clears it.
+    commit_before: if the last call is an Append, the Commit just before it and its reply. An
+    engine's step has both, and is repeated as a whole.
     """
 
     sequence_id: SequenceId
@@ -117,6 +119,7 @@ class Sequence:
     num_lookahead_tokens: int = 0
     last_call: tuple[Any, ...] | None = None
     last_reply: Any = None
+    commit_before: tuple[tuple[Any, ...], Any] | None = None
     running_layers: set[int] = field(default_factory=set)
     is_copying: bool = False
     copy_holds: list[int] = field(default_factory=list)

@@ -242,6 +242,9 @@ class Sequences:
             if sequence.last_call == call:
                 repeated: CommitResult = sequence.last_reply
                 return repeated
+            if sequence.commit_before is not None and sequence.commit_before[0] == call:
+                repeated = sequence.commit_before[1]
+                return repeated
             growth.check_position(sequence, row.start_position, sequence.num_computed)
             end = row.start_position + row.num_computed_tokens
             if end > sequence.num_tokens:
@@ -361,6 +364,7 @@ class Sequences:
             growth.release_copy_holds(self.pool, row.sequence)
             row.sequence.last_call = None
             row.sequence.last_reply = None
+            row.sequence.commit_before = None
             row.sequence.running_layers.add(layer)
         return AttentionTicket(owner, layer, rows)
 
@@ -449,6 +453,9 @@ class Sequences:
 
     def _applied(self, sequence: Sequence, call: tuple[object, ...], reply: object) -> None:
         """A state call is done, and a repeat of it can be answered."""
+        before = sequence.last_call
+        is_step = call[0] == "append" and before is not None and before[0] == "commit"
+        sequence.commit_before = (before, sequence.last_reply) if is_step and before else None
         sequence.last_call = call
         sequence.last_reply = reply
         sequence.last_attention_start = [None] * self._num_layers

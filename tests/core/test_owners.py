@@ -130,6 +130,38 @@ def test_repeats_of_state_calls_are_answered_again_and_change_nothing() -> None:
         assert snapshot(manager.sequences) == before
 
 
+@pytest.mark.parametrize("num_committed", [0, 1, 6])
+def test_the_commit_before_an_append_is_answered_again_with_it(num_committed: int) -> None:
+    manager = Manager(12)
+    held = manager.allocate(T(6))
+    commit = CommitRow(held.sequence_id, 0, num_committed)
+    append = AppendRow(held.sequence_id, 6, np.array(U(5), dtype=np.uint32))
+    first = manager.sequences.commit(ONE, [commit]), manager.sequences.append(ONE, [append])
+    before = snapshot(manager.sequences)
+    again = manager.sequences.commit(ONE, [commit]), manager.sequences.append(ONE, [append])
+    assert again == first
+    assert snapshot(manager.sequences) == before
+
+
+def test_the_commit_before_an_append_is_forgotten_with_the_call_after_it() -> None:
+    manager = Manager(12)
+    held = manager.allocate(T(6))
+    commit = CommitRow(held.sequence_id, 0, 6)
+    for call in (
+        lambda: manager.append(held, [7]),
+        lambda: manager.truncate(held, 6),
+        lambda: manager.commit(held),
+    ):
+        manager.sequences.commit(ONE, [commit])
+        manager.append(held, [])
+        call()
+        (result,) = manager.sequences.commit(ONE, [commit])
+        assert result.code is ResultCode.WRONG_POSITION
+        manager.free(held)
+        held = manager.allocate(U(6))
+        commit = CommitRow(held.sequence_id, 0, 6)
+
+
 def test_only_the_last_applied_call_can_be_repeated() -> None:
     manager = Manager(12)
     held = manager.allocate(T(6))

@@ -60,6 +60,7 @@ def _progress(sequence: Sequence) -> tuple[Any, ...]:
         sequence.first_writable,
         sequence.registers,
         sequence.last_call,
+        sequence.commit_before,
         sequence.is_busy,
     )
 

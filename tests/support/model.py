@@ -89,6 +89,7 @@ class ModelSequence:
     alive: bool = True
     last: tuple | None = None
     reply: object = None
+    commit_before: tuple | None = None
 
     @property
     def busy(self) -> bool:
@@ -281,6 +282,8 @@ class Model:
         call = ("commit", start, count)
         if sequence.last == call:
             return sequence.reply
+        if sequence.commit_before and sequence.commit_before[0] == call:
+            return sequence.commit_before[1]
         if start != min(sequence.computed):
             raise Refused("WrongPositionError")
         if start + count > len(sequence.tokens):
@@ -416,7 +419,7 @@ class Model:
         for name in names:
             sequence = self.sequences[name]
             self._end_holds(sequence)
-            sequence.last = None
+            sequence.last = sequence.commit_before = None
             sequence.running.add(layer)
         return rows
 
@@ -675,6 +678,9 @@ class Model:
         sequence.holds, sequence.copies = [], []
 
     def _applied(self, sequence: ModelSequence, call: tuple, reply: object) -> None:
+        sequence.commit_before = None
+        if call[0] == "append" and sequence.last and sequence.last[0] == "commit":
+            sequence.commit_before = (sequence.last, sequence.reply)
         sequence.last, sequence.reply = call, reply
         sequence.started = [None] * self.num_layers
 
