@@ -32,6 +32,7 @@ from prefixcache.client.messages import Call, ResultT
 from prefixcache.client.results import SequenceInfo, ServerInfo
 from prefixcache.client.sequence_state import SequenceState
 from prefixcache.client.tensors import TensorT
+from prefixcache.client.unanswered_steps import UnansweredSteps
 from prefixcache.core.stats import PoolStats
 from prefixcache.errors import (
     CancelledCallError,
@@ -304,13 +305,20 @@ class AsyncClient:
     async def steps(self, *, timeout_s: float | None = None) -> AsyncStepStream:
         """A stream for the calls of an engine's steps, all of a step in one message.
 
-        Several times cheaper than the calls one by one, and the next step may be sent before the
-        answer is there: worth it for an engine that allocates, appends, commits and frees at
-        every step. timeout_s: of the first call, which asks for the daemon's description.
+        Cheaper than the calls one by one, and the next step may be sent before the answer is
+        there: for an engine that allocates, appends, commits and frees at every step. One stream
+        an engine; close it before the client. timeout_s: of the first call, which asks for the
+        daemon's description.
 
         TooManyStreamsError at the first answer if the daemon has no more streams to give.
         """
-        return AsyncStepStream(self, await self._ready(timeout_s))
+        self._check_open()
+        info = await self._ready(timeout_s)
+        await self._free_lost(self._lost.due(), self._timeout_s)
+        steps = UnansweredSteps(
+            self._owner, info, self._lost, lambda state: AsyncSequence(self, state)
+        )
+        return AsyncStepStream(self._stubs["Step"], steps, self._timeout_s)
 
     # ---- sending
 
@@ -329,8 +337,7 @@ class AsyncClient:
         return await self._send(call, timeout_s)
 
     async def _send(self, call: Call[ResultT], timeout_s: float | None) -> ResultT:
-        if self._is_closed:
-            raise FailedPreconditionError("the client is closed")
+        self._check_open()
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
         if not call.goes_on:
             await self._free_lost(self._lost.due(), timeout_s)
@@ -353,6 +360,10 @@ class AsyncClient:
         except SEND_ERRORS:
             return
         self._lost.answered(lost, reply)
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise FailedPreconditionError("the client is closed")
 
     async def _reply(self, call: Call[Any], timeout_s: float) -> Any:
         sending = self._stubs[call.method](call.request, timeout=timeout_s)

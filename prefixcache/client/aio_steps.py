@@ -1,33 +1,29 @@
 """A stream of engine steps, for asyncio: the twin of `sync_steps`.
 
-Owns the stream and the order of the steps on it; what a step holds is in `step`. One task at a
-time.
+Owns the stream; what is sent and what an answer means is in `step` and `unanswered_steps`. One
+task at a time.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections.abc import AsyncIterator, Callable
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import grpc
 import grpc.aio
 
 from prefixcache.client.aio_sequence import AsyncSequence
-from prefixcache.client.results import ServerInfo
 from prefixcache.client.step import Step
+from prefixcache.client.unanswered_steps import UnansweredSteps
 from prefixcache.errors import (
     CancelledCallError,
     DeadlineExceededError,
-    FailedPreconditionError,
     PrefixCacheError,
     UnavailableError,
 )
 from prefixcache.rpc.status import from_rpc_error
-
-if TYPE_CHECKING:
-    from prefixcache.client.aio import AsyncClient
 
 
 class AsyncStepStream:
@@ -35,16 +31,20 @@ class AsyncStepStream:
 
     When the stream breaks, every step without an answer fails with the error, as do later ones.
     It is then not known which of them the daemon has done: their calls may be made once more, on
-    another stream or one by one, and what was done is answered again. `async with` closes it.
+    another stream or one by one, and what was done is answered again. A task that is cancelled
+    while it waits breaks the stream. `async with` closes it.
     """
 
-    def __init__(self, client: AsyncClient, info: ServerInfo) -> None:
-        self._client = client
-        self._info = info
-        self._sent: deque[Step[AsyncSequence]] = deque()
-        self._sequence_ids: set[int] = set()
-        self._error: PrefixCacheError | None = None
-        self._call = client._stubs["Step"]()
+    def __init__(
+        self,
+        open_stream: Callable[[AsyncIterator[Any]], Any],
+        steps: UnansweredSteps[AsyncSequence],
+        timeout_s: float,
+    ) -> None:
+        self._steps = steps
+        self._timeout_s = timeout_s
+        self._requests: asyncio.Queue[Any] = asyncio.Queue()
+        self._replies = open_stream(_until_none(self._requests))
 
     async def __aenter__(self) -> Self:
         return self
@@ -59,27 +59,15 @@ class AsyncStepStream:
 
     def new_step(self) -> Step[AsyncSequence]:
         """A step to add calls to."""
-        client = self._client
-        return Step(
-            client._owner,
-            self._info,
-            lambda state: AsyncSequence(client, state),
-            self._sequence_ids,
-        )
+        return self._steps.new_step()
 
-    async def send(self, step: Step[AsyncSequence]) -> None:
-        """Send a step and do not wait for its answer."""
-        if self._error is not None:
-            raise self._error
-        if step.was_sent:
-            raise FailedPreconditionError("the step was sent before")
-        step.was_sent = True
-        self._sent.append(step)
-        self._sequence_ids |= step.sequence_ids
-        try:
-            await self._call.write(step.request())
-        except (grpc.RpcError, asyncio.InvalidStateError):
-            await self._receive(self._client._timeout_s)  # says why the stream is broken
+    def send(self, step: Step[AsyncSequence]) -> None:
+        """Send a step and do not wait for its answer.
+
+        Raises FailedPreconditionError if one of its sequences has had another call since it was
+        added to the step, and the error that broke the stream.
+        """
+        self._requests.put_nowait(self._steps.request_of(step))
 
     async def wait(self, step: Step[AsyncSequence], *, timeout_s: float | None = None) -> None:
         """Wait for the answer of a step that was sent, and so for those before it.
@@ -88,53 +76,56 @@ class AsyncStepStream:
         broken. Raises the error that broke the stream; what became of the single calls say their
         results.
         """
-        timeout_s = self._client._timeout_s if timeout_s is None else timeout_s
-        while step in self._sent:
-            self._take(await self._receive(timeout_s))
-        if not step.was_sent:
-            raise FailedPreconditionError("the step was not sent")
-        if self._error is not None and not step.is_answered:
-            raise self._error
+        try:
+            async with asyncio.timeout(self._timeout_s if timeout_s is None else timeout_s):
+                while self._steps.has(step):
+                    self._steps.answered(await self._receive())
+        except TimeoutError:
+            error = DeadlineExceededError("no answer to the step in time")
+            self._end(error)
+            raise error from None
+        except asyncio.CancelledError:
+            # The reply that is on its way can no longer be told from the next one.
+            self._end(CancelledCallError("the task that waited for the step was cancelled"))
+            raise
 
     async def run(self, step: Step[AsyncSequence], *, timeout_s: float | None = None) -> None:
         """`send` and `wait`."""
-        await self.send(step)
+        self.send(step)
         await self.wait(step, timeout_s=timeout_s)
 
     async def close(self) -> None:
         """End the stream. Steps without an answer fail with CancelledCallError."""
-        if self._error is None:
-            self._break(CancelledCallError("the stream is closed"))
-        self._call.cancel()
+        self._end(CancelledCallError("the stream is closed"))
 
-    async def _receive(self, timeout_s: float) -> Any:
+    async def _receive(self) -> Any:
+        error: PrefixCacheError
         try:
-            reply = await asyncio.wait_for(self._call.read(), timeout_s)
+            reply = await self._replies.read()
             if reply is not grpc.aio.EOF:
                 return reply
-            error: PrefixCacheError = UnavailableError("the daemon ended the stream")
-        except TimeoutError:
-            self._call.cancel()
-            error = DeadlineExceededError("no answer to the step in time")
-        except asyncio.CancelledError:
-            # The reply that is on its way can no longer be told from the next one.
-            self._break(CancelledCallError("the task that waited for the step was cancelled"))
-            self._call.cancel()
-            raise
+            error = UnavailableError("the daemon ended the stream")
         except grpc.RpcError as failure:
             error = from_rpc_error(failure)
-        self._break(error)
+        except asyncio.CancelledError:
+            if _is_cancelled():
+                raise
+            error = CancelledCallError("the client is closed")
+        self._end(error)
         raise error
 
-    def _take(self, reply: Any) -> None:
-        step = self._sent.popleft()
-        self._sequence_ids -= step.sequence_ids
-        step.answer(reply)
+    def _end(self, error: PrefixCacheError) -> None:
+        self._steps.fail(error)
+        self._requests.put_nowait(None)
+        self._replies.cancel()
 
-    def _break(self, error: PrefixCacheError) -> None:
-        self._error = error
-        for step in self._sent:
-            step.fail(error)
-            self._client._lost.add(step.request_ids)
-        self._sent.clear()
-        self._sequence_ids.clear()
+
+def _is_cancelled() -> bool:
+    """The task is, and not only the stream: gRPC raises the same for both."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+async def _until_none(queue: asyncio.Queue[Any]) -> AsyncIterator[Any]:
+    while (request := await queue.get()) is not None:
+        yield request

@@ -92,6 +92,7 @@ def _read_server_info(reply: Any) -> ServerInfo:
         prefix_caching=reply.prefix_caching,
         max_message_bytes=reply.limits.max_message_bytes,
         max_fork_children=reply.limits.max_fork_children,
+        max_step_allocates=reply.limits.max_step_allocates,
         capabilities=tuple(reply.capabilities),
         model_name=reply.model_name,
         model_revision=reply.model_revision,

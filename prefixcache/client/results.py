@@ -36,6 +36,7 @@ class ServerInfo:
     prefix_caching: bool
     max_message_bytes: int
     max_fork_children: int
+    max_step_allocates: int
     capabilities: tuple[str, ...]
     """"attention" with K/V storage, "commit" without."""
     model_name: str

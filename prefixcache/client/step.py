@@ -1,21 +1,25 @@
 """The cache calls of one engine step, collected to be sent as one message of a Step stream.
 
-No I/O: `sync_steps` and `aio_steps` send steps and hand them the answers. A step belongs to one
-thread or task.
+No I/O, and no order among steps: that is `unanswered_steps`'. A step belongs to one thread or task.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from collections.abc import Callable, Sequence, Set
+from typing import Any, Generic, TypeVar
 
 import numpy.typing as npt
 
 from prefixcache.client import sequence_calls
 from prefixcache.client.messages import Call
 from prefixcache.client.results import ServerInfo
-from prefixcache.client.sequence_state import SequenceState
-from prefixcache.errors import FailedPreconditionError, InternalError, PrefixCacheError
+from prefixcache.client.sequence_state import SequenceState, SequenceView
+from prefixcache.errors import (
+    FailedPreconditionError,
+    InternalError,
+    InvalidArgumentError,
+    PrefixCacheError,
+)
 from prefixcache.rpc.status import from_status_message
 from prefixcache.rpc.wire import twin
 from prefixcache.types import (
@@ -28,12 +32,10 @@ from prefixcache.types import (
 )
 
 ResultT = TypeVar("ResultT")
-SequenceT = TypeVar("SequenceT", bound="_HasState")
+SequenceT = TypeVar("SequenceT", bound=SequenceView)
 
-
-class _HasState(Protocol):
-    @property
-    def _state(self) -> SequenceState: ...
+_BATCHES = ("free", "commit", "append")
+"""In the order in which the daemon applies them."""
 
 
 class Pending(Generic[ResultT]):
@@ -42,38 +44,44 @@ class Pending(Generic[ResultT]):
     def __init__(self, call: Call[Any], make: Callable[[Any], ResultT]) -> None:
         self.call = call
         self._make = make
-        self._result: ResultT | None = None
-        self._error: PrefixCacheError | None = None
-        self.is_done = False
+        self._result: Callable[[], ResultT] | None = None
 
     def result(self) -> ResultT:
         """What the call alone would have returned or raised.
 
-        Raises FailedPreconditionError as long as the step has not been answered.
+        Raises FailedPreconditionError as long as the step has not been answered, and the error
+        that broke the stream if it never will be.
         """
-        if not self.is_done:
+        if self._result is None:
             raise FailedPreconditionError("the step has not been answered")
-        if self._error is not None:
-            raise self._error
-        return self._result  # type: ignore[return-value]  # it is there if no error is
+        return self._result()
 
-    def _answer(self, reply: Any) -> None:
+    def answer(self, reply: Any) -> None:
+        """reply: the twin message. It advances the sequences that the call is about."""
         try:
-            self._result = self._make(self.call.read(reply))
+            result = self._make(self.call.read(reply))
         except PrefixCacheError as error:
-            self._error = error
-        self.is_done = True
+            self.fail(error)
+        else:
+            self._result = lambda: result
 
-    def _fail(self, error: PrefixCacheError) -> None:
-        self._error = error
-        self.is_done = True
+    def fail(self, error: PrefixCacheError) -> None:
+        def failed() -> ResultT:
+            raise error
+
+        self._result = failed
 
 
 class Step(Generic[SequenceT]):
     """At most one free, one commit and one append, and any number of new sequences.
 
-    The daemon applies them in that order, whatever the order in which they were added. Made by
-    `new_step` of a stream; a sequence may be in no step that is sent and not answered.
+    The daemon applies them in that order, whatever the order in which they were added. A refused
+    one leaves the others alone. The daemon is told where each sequence stands when the call is
+    added: until the step is answered its sequences may be in no other step and in no other call.
+
+    Made by `new_step` of a stream. Raises InvalidArgumentError for what cannot be sent, and
+    FailedPreconditionError for a second free, commit or append, for a sequence that is in a step
+    without an answer, and for a step that was sent.
     """
 
     def __init__(
@@ -81,28 +89,34 @@ class Step(Generic[SequenceT]):
         owner: bytes,
         info: ServerInfo,
         make_sequence: Callable[[SequenceState], SequenceT],
-        unanswered: set[int],
+        unanswered_ids: Set[int],
     ) -> None:
+        self.unanswered_ids = unanswered_ids
+        self.sequence_ids: set[int] = set()
+        self.was_sent = False
+        self.error: PrefixCacheError | None = None
         self._owner = owner
         self._info = info
         self._make_sequence = make_sequence
-        self._unanswered = unanswered
-        self._calls: dict[str, Pending[Any]] = {}
+        self._batches: dict[str, Pending[Any]] = {}
         self._allocates: list[Pending[SequenceT]] = []
-        self.sequence_ids: set[int] = set()
-        self.was_sent = False
+        self._starts: list[tuple[Callable[[], list[int]], list[int]]] = []
+
+    # ---- calls
 
     def free(self, sequences: Sequence[SequenceT]) -> Pending[list[ResultCode]]:
         """`Client.free`."""
-        states = self._states(sequences)
-        return self._add("free", sequence_calls.free(self._owner, states))
+        states = self._states("free", sequences)
+        return self._add("free", states, sequence_calls.free(self._owner, states))
 
     def commit(
         self, sequences: Sequence[SequenceT], num_computed_tokens: npt.ArrayLike
     ) -> Pending[list[CommitResult]]:
         """`Client.commit`."""
-        states = self._states(sequences)
-        return self._add("commit", sequence_calls.commit(self._owner, states, num_computed_tokens))
+        states = self._states("commit", sequences)
+        call = sequence_calls.commit(self._owner, states, num_computed_tokens)
+        self._starts_at(lambda: [state.computed[0] for state in states])
+        return self._add("commit", states, call)
 
     def append(
         self,
@@ -114,15 +128,12 @@ class Step(Generic[SequenceT]):
         extra_keys: Sequence[ExtraKeys | None] | None = None,
     ) -> Pending[list[AppendResult]]:
         """`Client.append`."""
+        states = self._states("append", sequences)
         call = sequence_calls.append(
-            self._owner,
-            self._states(sequences),
-            tokens,
-            num_kv_valid,
-            num_lookahead_tokens,
-            extra_keys,
+            self._owner, states, tokens, num_kv_valid, num_lookahead_tokens, extra_keys
         )
-        return self._add("append", call)
+        self._starts_at(lambda: [state.num_tokens for state in states])
+        return self._add("append", states, call)
 
     def sequence(
         self,
@@ -135,7 +146,12 @@ class Step(Generic[SequenceT]):
         resumed: bool = False,
         request_id: str | None = None,
     ) -> Pending[SequenceT]:
-        """`Client.sequence`."""
+        """`Client.sequence`, `max_step_allocates` times at most; see `Client.server_info`."""
+        self._check_not_sent()
+        if len(self._allocates) >= self._info.max_step_allocates:
+            raise InvalidArgumentError(
+                "allocates", f"a step makes at most {self._info.max_step_allocates} sequences"
+            )
         call = sequence_calls.allocate(
             self._owner,
             self._info,
@@ -151,61 +167,74 @@ class Step(Generic[SequenceT]):
         self._allocates.append(pending)
         return pending
 
-    @property
-    def is_answered(self) -> bool:
-        return all(pending.is_done for pending in self._all())
+    # ---- for the stream
 
     @property
     def request_ids(self) -> tuple[str, ...]:
         """Retry keys of what it may have made; see `Call`."""
         return tuple(key for pending in self._allocates for key in pending.call.request_ids)
 
+    @property
+    def has_moved(self) -> bool:
+        """Some sequence stands elsewhere than when it was added.
+
+        Sent all the same, the step could pass for a repeat of the call that has moved it.
+        """
+        return any(now() != then for now, then in self._starts)
+
     def request(self) -> Any:
         """The twin message of the whole step."""
         return twin("StepRequest")(
-            **{name: pending.call.request for name, pending in self._calls.items()},
+            **{name: pending.call.request for name, pending in self._batches.items()},
             allocates=[pending.call.request for pending in self._allocates],
         )
 
     def answer(self, reply: Any) -> None:
         """Give each call its part of a StepResponse."""
         refused = {(error.call, error.index): error.status for error in reply.errors}
-        for name in ("free", "commit", "append"):
-            if name in self._calls:
-                self._give(self._calls[name], refused.get((name, 0)), getattr(reply, name))
-        if len(reply.allocates) != len(self._allocates):
-            self.fail(InternalError("the daemon answered another number of allocates"))
+        for name in _BATCHES:
+            if name in self._batches:
+                part = getattr(reply, name) if reply.HasField(name) else None
+                _give(self._batches[name], refused.get((name, 0)), part)
         for index, pending in enumerate(self._allocates):
-            self._give(pending, refused.get(("allocates", index)), reply.allocates[index])
+            part = reply.allocates[index] if index < len(reply.allocates) else None
+            _give(pending, refused.get(("allocates", index)), part)
 
     def fail(self, error: PrefixCacheError) -> None:
-        """No answer will come to the calls that have none."""
-        for pending in self._all():
-            if not pending.is_done:
-                pending._fail(error)
+        """No answer will come."""
+        self.error = error
+        for pending in (*self._batches.values(), *self._allocates):
+            pending.fail(error)
 
-    def _give(self, pending: Pending[Any], status: bytes | None, reply: Any) -> None:
-        if status is not None:
-            pending._fail(from_status_message(status))
-        else:
-            pending._answer(reply)
+    # ---- inside
 
-    def _all(self) -> list[Pending[Any]]:
-        return [*self._calls.values(), *self._allocates]
-
-    def _states(self, sequences: Sequence[SequenceT]) -> list[SequenceState]:
+    def _states(self, name: str, sequences: Sequence[SequenceT]) -> list[SequenceState]:
+        self._check_not_sent()
+        if name in self._batches:
+            raise FailedPreconditionError(f"the step has its {name} already")
         states = [sequence._state for sequence in sequences]
-        for state in states:
-            if state.sequence_id in self._unanswered:
-                raise FailedPreconditionError(
-                    f"sequence {state.sequence_id:#018x} is in a step that has no answer yet"
-                )
-        self.sequence_ids.update(state.sequence_id for state in states)
+        if not self.unanswered_ids.isdisjoint([state.sequence_id for state in states]):
+            raise FailedPreconditionError("a sequence is in a step that has no answer yet")
         return states
 
-    def _add(self, name: str, call: Call[ResultT]) -> Pending[ResultT]:
-        if name in self._calls:
-            raise FailedPreconditionError(f"the step has its {name} already")
+    def _add(self, name: str, states: list[SequenceState], call: Call[ResultT]) -> Pending[ResultT]:
         pending = Pending[ResultT](call, lambda result: result)
-        self._calls[name] = pending
+        self._batches[name] = pending
+        self.sequence_ids.update([state.sequence_id for state in states])
         return pending
+
+    def _starts_at(self, positions: Callable[[], list[int]]) -> None:
+        self._starts.append((positions, positions()))
+
+    def _check_not_sent(self) -> None:
+        if self.was_sent:
+            raise FailedPreconditionError("the step was sent before")
+
+
+def _give(pending: Pending[Any], status: bytes | None, reply: Any) -> None:
+    if status is not None:
+        pending.fail(from_status_message(status))
+    elif reply is None:
+        pending.fail(InternalError("the daemon's answer to the step lacks this call"))
+    else:
+        pending.answer(reply)

@@ -30,6 +30,7 @@ from prefixcache.client.sequence_state import SequenceState
 from prefixcache.client.sync_sequence import Sequence
 from prefixcache.client.sync_steps import StepStream
 from prefixcache.client.tensors import TensorT
+from prefixcache.client.unanswered_steps import UnansweredSteps
 from prefixcache.core.stats import PoolStats
 from prefixcache.errors import (
     CancelledCallError,
@@ -297,13 +298,18 @@ class Client:
     def steps(self, *, timeout_s: float | None = None) -> StepStream:
         """A stream for the calls of an engine's steps, all of a step in one message.
 
-        Several times cheaper than the calls one by one, and the next step may be sent before the
-        answer is there: worth it for an engine that allocates, appends, commits and frees at
-        every step. timeout_s: of the first call, which asks for the daemon's description.
+        Cheaper than the calls one by one, and the next step may be sent before the answer is
+        there: for an engine that allocates, appends, commits and frees at every step. One stream
+        an engine; close it before the client. timeout_s: of the first call, which asks for the
+        daemon's description.
 
         TooManyStreamsError at the first answer if the daemon has no more streams to give.
         """
-        return StepStream(self, self._ready(timeout_s))
+        self._check_open()
+        info = self._ready(timeout_s)
+        self._free_lost(self._lost.due(), self._timeout_s)
+        steps = UnansweredSteps(self._owner, info, self._lost, lambda state: Sequence(self, state))
+        return StepStream(self._stubs["Step"], steps, self._timeout_s)
 
     # ---- sending
 
@@ -315,8 +321,7 @@ class Client:
         return self._send(call, timeout_s)
 
     def _send(self, call: Call[ResultT], timeout_s: float | None) -> ResultT:
-        if self._is_closed:
-            raise FailedPreconditionError("the client is closed")
+        self._check_open()
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
         if not call.goes_on:
             self._free_lost(self._lost.due(), timeout_s)
@@ -339,6 +344,10 @@ class Client:
         except SEND_ERRORS:
             return
         self._lost.answered(lost, reply)
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise FailedPreconditionError("the client is closed")
 
     def _reply(self, call: Call[Any], timeout_s: float) -> Any:
         return self._stubs[call.method](call.request, timeout=timeout_s)

@@ -17,6 +17,7 @@ from prefixcache.types import (
     BlockCopy,
     BlockIds,
     CacheUse,
+    CommitResult,
     ExtraKeys,
     SequenceId,
     TokenIds,
@@ -119,7 +120,7 @@ class Sequence:
     num_lookahead_tokens: int = 0
     last_call: tuple[Any, ...] | None = None
     last_reply: Any = None
-    commit_before: tuple[tuple[Any, ...], Any] | None = None
+    commit_before: tuple[tuple[Any, ...], CommitResult] | None = None
     running_layers: set[int] = field(default_factory=set)
     is_copying: bool = False
     copy_holds: list[int] = field(default_factory=list)

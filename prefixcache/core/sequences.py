@@ -243,8 +243,7 @@ class Sequences:
                 repeated: CommitResult = sequence.last_reply
                 return repeated
             if sequence.commit_before is not None and sequence.commit_before[0] == call:
-                repeated = sequence.commit_before[1]
-                return repeated
+                return sequence.commit_before[1]
             growth.check_position(sequence, row.start_position, sequence.num_computed)
             end = row.start_position + row.num_computed_tokens
             if end > sequence.num_tokens:

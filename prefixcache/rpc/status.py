@@ -39,6 +39,7 @@ STATUS_CODES: dict[type[PrefixCacheError], grpc.StatusCode] = {
 """The classes directly under PrefixCacheError; subclasses share their code."""
 
 _BY_CODE = {code: error for error, code in STATUS_CODES.items()}
+_GRPC_CODES = {code.value[0]: code for code in grpc.StatusCode if code is not grpc.StatusCode.OK}
 
 
 def _subclasses(base: type[PrefixCacheError]) -> list[type[PrefixCacheError]]:
@@ -80,31 +81,27 @@ def to_status(error: PrefixCacheError, boot_id: bytes) -> grpc.Status:
 
 def from_rpc_error(error: grpc.RpcError) -> PrefixCacheError:
     """The error that the server raised, or the closest class for one of gRPC's own."""
-    code = error.code()
-    message = error.details() or code.name
-    info = _error_info(error)
-    if info is not None:
-        return _from_info(code, message, info)
-    fallback = _BY_CODE.get(code, PrefixCacheError)
-    return fallback.from_wire(f"{code.name}: {message}", {})
+    return _from_parts(error.code(), error.details() or "", _error_info(error))
 
 
 def from_status_message(data: bytes) -> PrefixCacheError:
     """The error that `status_message` was made of, from its bytes."""
-    status = status_pb2.Status.FromString(data)
-    code = next((known for known in grpc.StatusCode if known.value[0] == status.code), None)
-    info = _info_in(status)
-    if code is None or info is None:
-        return errors.InternalError(f"the daemon sent a status that says no reason: {status}")
-    return _from_info(code, status.message, info)
+    try:
+        status = status_pb2.Status.FromString(data)
+    except DecodeError:
+        return errors.InternalError("the daemon sent a status that cannot be read")
+    code = _GRPC_CODES.get(status.code, grpc.StatusCode.UNKNOWN)
+    return _from_parts(code, status.message, _info_in(status))
 
 
-def _from_info(
-    code: grpc.StatusCode, message: str, info: error_details_pb2.ErrorInfo
+def _from_parts(
+    code: grpc.StatusCode, message: str, info: error_details_pb2.ErrorInfo | None
 ) -> PrefixCacheError:
+    by_code = _BY_CODE.get(code, PrefixCacheError)
+    if info is None:
+        return by_code.from_wire(f"{code.name}: {message or code.name}", {})
     fields: dict[str, str | int] = dict(info.metadata)
-    known = _BY_REASON.get(info.reason) or _BY_CODE.get(code, PrefixCacheError)
-    return known.from_wire(message, fields)
+    return _BY_REASON.get(info.reason, by_code).from_wire(message or code.name, fields)
 
 
 def _cut(text: str) -> str:

@@ -147,23 +147,27 @@ class CacheService:
         return twin("FreeResponse")(result_codes=column32(codes))
 
     def step(self, request: cache_pb2.StepRequest) -> Any:
+        limit = self._daemon.info.limits.max_step_allocates
+        if len(request.allocates) > limit:
+            raise InvalidArgumentError(
+                "allocates", f"has {len(request.allocates)} entries, must have at most {limit}"
+            )
         response = twin("StepResponse")()
         for name, call in (("free", self.free), ("commit", self.commit), ("append", self.append)):
             if request.HasField(name):
                 reply = self._part(response, name, 0, call, getattr(request, name))
                 if reply is not None:
-                    answered = getattr(response, name)
-                    answered.SetInParent()
-                    answered.MergeFrom(reply)
+                    getattr(response, name).CopyFrom(reply)
+        nothing = twin("AllocateResponse")()
         for index, part in enumerate(request.allocates):
             reply = self._part(response, "allocates", index, self.allocate, part)
-            response.allocates.append(reply or twin("AllocateResponse")())
+            response.allocates.append(nothing if reply is None else reply)
         return response
 
     def _part(
         self, response: Any, name: str, index: int, call: Callable[[Any], Any], request: Any
     ) -> Any:
-        """The reply of one call of a step; None if it was refused, which the response then says."""
+        """The reply of one call of a step; None if it was refused, which `response` then says."""
         try:
             return call(request)
         except PrefixCacheError as error:

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from prefixcache.engine import Engine
 
 API_VERSION = "v1"
+MAX_STEP_ALLOCATES = 1024
+"""New sequences in one step: a refused one takes a few bytes to ask for and many to answer."""
 _REPLY_HEADROOM_BYTES = 1024
 
 
@@ -143,6 +145,7 @@ class Daemon:
             limits=cache_pb2.Limits(
                 max_message_bytes=limits.max_message_bytes,
                 max_fork_children=limits.max_fork_children,
+                max_step_allocates=MAX_STEP_ALLOCATES,
             ),
             capabilities=["attention"] if layout else ["commit"],
             model_name=model.name,

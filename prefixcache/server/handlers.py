@@ -6,7 +6,6 @@ The one place where any exception may end, so that every call gets a status of o
 from __future__ import annotations
 
 import re
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -22,10 +21,10 @@ from prefixcache.errors import (
     InternalError,
     InvalidArgumentError,
     PrefixCacheError,
-    TooManyStreamsError,
 )
 from prefixcache.rpc import wire
 from prefixcache.rpc.status import to_status
+from prefixcache.server.streams import Streams
 
 _log = structlog.get_logger(__name__)
 
@@ -44,23 +43,13 @@ class Service:
     workers: ThreadPoolExecutor
 
 
-class StreamWorkers:
-    """Threads for streams, each of which keeps one as long as it is open.
-
-    One more stream than `limit` is refused and not left to wait: nobody knows for how long. The
-    threads on top of the limit do the refusing.
-    """
-
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self.free = threading.Semaphore(limit)
-        self.workers = ThreadPoolExecutor(limit + 2, "step")
-
-
 def add_services(
-    server: grpc.Server, services: Mapping[str, Service], streams: StreamWorkers, boot_id: bytes
+    server: grpc.Server, services: Mapping[str, Service], streams: Streams, boot_id: bytes
 ) -> None:
-    """Register every RPC of the .proto files; services by their short names."""
+    """Register every RPC of the .proto files; services by their short names.
+
+    RPCs that are streams run in the threads of `streams` and not in their service's.
+    """
     by_service: dict[str, dict[str, Any]] = {}
     for method in wire.methods():
         service = services[method.service.rpartition(".")[2]]
@@ -105,16 +94,17 @@ def _handler(answer: _Answer, boot_id: bytes) -> _Answer:
 
 
 def _stream_handler(
-    answer: _Answer, streams: StreamWorkers, boot_id: bytes
+    answer: _Answer, streams: Streams, boot_id: bytes
 ) -> Callable[[Iterator[bytes], grpc.ServicerContext], Iterator[Any]]:
     def handle(requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[Any]:
-        if not streams.free.acquire(blocking=False):
-            _abort(context, TooManyStreamsError(streams.limit), boot_id)
         try:
-            for data in requests:
-                yield answer(data, context)
-        finally:
-            streams.free.release()
+            with streams.opened():
+                for data in requests:
+                    # gRPC asks for the next answer once this one has left.
+                    with streams.answering():
+                        yield answer(data, context)
+        except PrefixCacheError as error:
+            _abort(context, error, boot_id)
 
     return handle
 

@@ -7,6 +7,7 @@ server at every load tried, and handlers may block in numpy and torch.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -21,14 +22,15 @@ from prefixcache.server.admin_service import AdminService
 from prefixcache.server.attention_service import AttentionService
 from prefixcache.server.cache_service import CacheService
 from prefixcache.server.daemon import Daemon
-from prefixcache.server.handlers import Service, StreamWorkers, add_services, run_in
+from prefixcache.server.handlers import Service, add_services, run_in
+from prefixcache.server.streams import Streams
 
 MIN_PING_INTERVAL_MS = 5_000
 """Clients may ping this often, with or without calls, before they are told to go away."""
-_MAX_STREAMS = 64
+_MAX_WATCHES = 64
 """Health watches and reflection streams that are served at the same time; more of them wait."""
 MAX_STEP_STREAMS = 256
-"""Step streams that are open at the same time: one is enough for an engine."""
+"""Step streams that are open at the same time; an engine needs one."""
 _LAST_REPLIES_S = 0.5
 """How long replies may take to leave once their calls have ended."""
 
@@ -55,18 +57,22 @@ class RpcServer:
     max_workers: calls that run at the same time, and as many Prefill and Decode calls; more of
     them wait. Attention has threads of its own, so that a long one delays no lookup and no health
     check, and so have streams: one that its client forgot takes none from the calls.
+    max_step_streams: Step streams that are open at the same time; more of them are refused.
     """
 
-    def __init__(self, daemon: Daemon, *, max_workers: int) -> None:
+    def __init__(
+        self, daemon: Daemon, *, max_workers: int, max_step_streams: int = MAX_STEP_STREAMS
+    ) -> None:
         self._daemon = daemon
         self._num_workers = max_workers
         self._workers = ThreadPoolExecutor(max_workers, "rpc")
         self._attention_workers = ThreadPoolExecutor(max_workers, "attention")
-        self._streams = ThreadPoolExecutor(_MAX_STREAMS, "stream")
+        self._watch_workers = ThreadPoolExecutor(_MAX_WATCHES, "watch")
+        self._step_streams = Streams(max_step_streams)
         # The non-blocking mode needs no threads and deadlocks: it sends a watch's first status
         # under a lock that gRPC's only serving thread takes when another watch ends.
         self._health = health.HealthServicer(
-            experimental_non_blocking=False, experimental_thread_pool=self._streams
+            experimental_non_blocking=False, experimental_thread_pool=self._watch_workers
         )
         self._server = make_server(self._workers, daemon.info.limits.max_message_bytes)
         add_services(
@@ -76,7 +82,7 @@ class RpcServer:
                 "AttentionService": Service(AttentionService(daemon), self._attention_workers),
                 "AdminService": Service(AdminService(daemon), self._workers),
             },
-            StreamWorkers(MAX_STEP_STREAMS),
+            self._step_streams,
             daemon.boot_id,
         )
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
@@ -104,13 +110,17 @@ class RpcServer:
     def stop(self, drain_timeout_s: float) -> bool:
         """Say that it is not serving, refuse new calls, and wait for running ones.
 
-        Streams are cut when the calls have ended: a health watch would last for ever. False if
-        calls were cut too, after the timeout: their threads run on until they are done.
+        Streams are cut when the calls have ended: a health watch would last for ever. Until then
+        steps are answered, and those that have begun are in any case. False if calls or steps
+        were cut too, after the timeout: their threads run on until they are done.
         """
+        deadline_s = time.monotonic() + drain_timeout_s
         self._daemon.is_draining = True
         self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
         stopped = self._server.stop(drain_timeout_s)
-        have_ended = self._calls_end_within(drain_timeout_s)
+        calls_have_ended = self._calls_end_within(drain_timeout_s)
+        steps_have_ended = self._step_streams.close(max(0.0, deadline_s - time.monotonic()))
+        have_ended = calls_have_ended and steps_have_ended
         if have_ended:
             stopped = self._server.stop(_LAST_REPLIES_S)
         stopped.wait()
@@ -136,7 +146,7 @@ class RpcServer:
         def answer(requests: Any, context: grpc.ServicerContext) -> Iterator[Any]:
             yield from servicer.ServerReflectionInfo(requests, context)
 
-        run_in(self._streams, answer)
+        run_in(self._watch_workers, answer)
         handler = grpc.stream_stream_rpc_method_handler(
             answer,
             request_deserializer=reflection_pb2.ServerReflectionRequest.FromString,

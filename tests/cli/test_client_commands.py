@@ -39,6 +39,7 @@ INFO = ServerInfo(
     prefix_caching=True,
     max_message_bytes=2**20,
     max_fork_children=7,
+    max_step_allocates=8,
     capabilities=("attention",),
     model_name="",
     model_revision="r1",

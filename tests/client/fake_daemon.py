@@ -23,6 +23,10 @@ NUM_LAYERS = 2
 
 HANG = object()
 """An outcome: no answer until the caller has gone."""
+END = object()
+"""An outcome of a stream's message: the stream ends well, without an answer."""
+
+Answer = Callable[[bytes, grpc.ServicerContext], Any]
 
 
 def info_reply(**changes: Any) -> cache_pb2.GetServerInfoResponse:
@@ -39,7 +43,9 @@ def info_reply(**changes: Any) -> cache_pb2.GetServerInfoResponse:
         "device": "cpu",
         "hash_algorithm": "sha256_cbor",
         "hash_recipe_version": 1,
-        "limits": cache_pb2.Limits(max_message_bytes=2**28, max_fork_children=256),
+        "limits": cache_pb2.Limits(
+            max_message_bytes=2**28, max_fork_children=256, max_step_allocates=3
+        ),
         "capabilities": ["attention"],
         "owner_ttl_s": 600.0,
         "core": "native",
@@ -56,8 +62,9 @@ def allocated(sequence_id: int = 7, cached: int = 0, blocks: tuple[int, ...] = (
 class FakeDaemon:
     """Answers each method's outcomes in turn: a reply, an error, a status code, HANG, a function.
 
-    Without outcomes left it answers GetServerInfo, frees every sequence, gives `q` back as `out`,
-    and replies empty to the rest. Requests are read as declared, as the daemon does.
+    Each message of a stream has an outcome of its own. Without outcomes left it answers
+    GetServerInfo, frees every sequence, gives `q` back as `out`, and replies empty to the rest.
+    Requests are read as declared, as the daemon does.
     """
 
     def __init__(self, server: grpc.Server) -> None:
@@ -68,8 +75,11 @@ class FakeDaemon:
         self.deadlines_s: dict[str, list[float]] = defaultdict(list)
         self._outcomes: dict[str, deque[Any]] = defaultdict(deque)
         for method in wire.methods():
-            handler = grpc.unary_unary_rpc_method_handler(
-                self._handler(method), response_serializer=lambda reply: reply.SerializeToString()
+            answer = self._answer(method)
+            handler = (
+                grpc.stream_stream_rpc_method_handler(_each(answer), response_serializer=_bytes)
+                if method.is_stream
+                else grpc.unary_unary_rpc_method_handler(answer, response_serializer=_bytes)
             )
             server.add_registered_method_handlers(method.service, {method.name: handler})
 
@@ -79,7 +89,7 @@ class FakeDaemon:
     def stop(self) -> None:
         self._server.stop(0).wait()
 
-    def _handler(self, method: wire.Method) -> Callable[[bytes, grpc.ServicerContext], Any]:
+    def _answer(self, method: wire.Method) -> Answer:
         def handle(data: bytes, context: grpc.ServicerContext) -> Any:
             request = method.request.FromString(data)
             self.raw[method.name].append(data)
@@ -101,6 +111,22 @@ class FakeDaemon:
             return outcome
 
         return handle
+
+
+def _each(answer: Answer) -> Callable[[Iterator[bytes], grpc.ServicerContext], Iterator[Any]]:
+    def handle(messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[Any]:
+        for data in messages:
+            outcome = answer(data, context)
+            if outcome is END:
+                return
+            yield outcome
+
+    return handle
+
+
+def _bytes(reply: Any) -> bytes:
+    data: bytes = reply.SerializeToString()
+    return data
 
 
 def _default(method: wire.Method, request: Any) -> Any:

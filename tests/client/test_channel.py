@@ -48,10 +48,12 @@ def _call_everything(client, fake) -> None:
     client.stats()
     client.list_sequences()
     client.reset_cache()
+    with client.steps() as steps:
+        steps.run(steps.new_step())
 
 
 def test_every_rpc_is_classified_as_safe_to_repeat_or_not():
-    assert REPEATABLE | {"ResetCache"} == {method.name for method in wire.methods()}
+    assert REPEATABLE | {"ResetCache", "Step"} == {method.name for method in wire.methods()}
     (config,) = json.loads(service_config())["methodConfig"]
     assert {name["method"] for name in config["name"]} == REPEATABLE
     assert config["retryPolicy"]["retryableStatusCodes"] == ["UNAVAILABLE"]
@@ -63,7 +65,7 @@ def test_calls_that_are_safe_to_repeat_are_while_the_daemon_is_unavailable(clien
     with open_client(client_kind, fake.target) as client:
         _call_everything(client, fake)
     attempts = {method: len(requests) for method, requests in fake.requests.items()}
-    assert attempts == dict.fromkeys(REPEATABLE, 2) | {"ResetCache": 1}
+    assert attempts == dict.fromkeys(REPEATABLE, 2) | {"ResetCache": 1, "Step": 1}
     for method in REPEATABLE:
         first, *others = fake.raw[method]
         assert all(raw == first for raw in others), method
@@ -136,6 +138,9 @@ def test_every_call_has_a_deadline_of_its_own_or_the_one_of_the_client(client_ki
     with open_client(client_kind, fake.target, timeout_s=77.0) as client:
         _call_everything(client, fake)
     assert set(fake.deadlines_s) == {method.name for method in wire.methods()}
+    # A stream lives as long as its engine; each wait on it has its own limit.
+    (of_the_stream,) = fake.deadlines_s.pop("Step")
+    assert of_the_stream > 1e9
     assert all(60 < deadline < 78 for [deadline] in fake.deadlines_s.values())
 
 
@@ -235,6 +240,7 @@ def test_server_info_has_all_of_the_reply(client, fake):
     assert (info.fingerprint, info.verify_hits) == (bytes(range(32)), True)
     assert (info.model_name, info.model_revision) == ("m", "r")
     assert (info.max_message_bytes, info.max_fork_children) == (2**28, 256)
+    assert info.max_step_allocates == 3
     assert info.capabilities == ("attention",)
     without = info_reply(device="none")
     without.ClearField("layout")

@@ -10,15 +10,26 @@ import re
 import pytest
 
 from prefixcache import AsyncClient, AsyncSequence, Client, Sequence
-from prefixcache.client import aio, aio_sequence, sync, sync_sequence
+from prefixcache.client import (
+    aio,
+    aio_sequence,
+    aio_steps,
+    sync,
+    sync_sequence,
+    sync_steps,
+)
+from prefixcache.client.aio_steps import AsyncStepStream
+from prefixcache.client.sync_steps import StepStream
 from prefixcache.errors import PrefixCacheError
 from prefixcache.rpc._pb import admin_pb2, cache_pb2
 from tests.client.fake_daemon import allocated, fake_daemon
 from tests.client.twins import open_client
 from tests.rpc.test_status import EXAMPLES
 
-PAIRS = [(Client, AsyncClient), (Sequence, AsyncSequence)]
-MODULES = [(sync, aio), (sync_sequence, aio_sequence)]
+PAIRS = [(Client, AsyncClient), (Sequence, AsyncSequence), (StepStream, AsyncStepStream)]
+MODULES = [(sync, aio), (sync_sequence, aio_sequence), (sync_steps, aio_steps)]
+NO_COROUTINES = ("sequence", "new_step", "send", "__init__")
+"""Methods of an async class that need no await: the first two make objects, `send` only queues."""
 ASYNC_WORDS = [
     ("grpc.aio.Channel", "grpc.Channel"),
     ("grpc.aio.insecure", "grpc.insecure"),
@@ -27,6 +38,8 @@ ASYNC_WORDS = [
     ("async with", "with"),
     ("AsyncClient", "Client"),
     ("AsyncSequence", "Sequence"),
+    ("AsyncStepStream", "StepStream"),
+    ("AsyncIterator", "Iterator"),
     ("OpeningSequence", "Sequence"),
 ]
 
@@ -48,7 +61,7 @@ def test_both_have_the_same_public_methods_with_the_same_signatures(synchronous,
         one, other = getattr(synchronous, name), getattr(asynchronous, name)
         signature = _without_async(str(inspect.signature(other)))
         assert signature == str(inspect.signature(one)), name
-        assert inspect.iscoroutinefunction(other) == (name not in ("sequence", "__init__")), name
+        assert inspect.iscoroutinefunction(other) == (name not in NO_COROUTINES), name
 
 
 class _Synchronous(ast.NodeTransformer):
@@ -80,6 +93,10 @@ def test_the_code_of_both_differs_by_await_only(pair, modules):
         del one["sequence"], other["sequence"], other["_open"]
         # A task can be cancelled while it waits for a reply, a thread cannot.
         del one["_reply"], other["_reply"], other["_give_back"]
+    if pair[0] is StepStream:
+        # A queue for threads and one for tasks, and a wait that ends: gRPC's threads have none.
+        for name in ("__init__", "send", "wait", "_receive", "_end"):
+            del one[name], other[name]
     assert one == other
 
 

@@ -10,10 +10,15 @@ from typing import Any
 
 from prefixcache import AsyncClient, AsyncSequence, Client
 from prefixcache.client.aio_sequence import OpeningSequence
+from prefixcache.client.aio_steps import AsyncStepStream
+from prefixcache.client.step import Pending, Step
+
+_TO_WRAP = (AsyncSequence, AsyncStepStream, Step, Pending)
+"""Steps and results do no I/O; they take and give sequences."""
 
 
 class Blocking:
-    """An async client or sequence whose methods wait for their result."""
+    """An async client, or what it gives, whose methods wait for their result."""
 
     def __init__(self, subject: Any, loop: asyncio.AbstractEventLoop) -> None:
         self._subject = subject
@@ -50,7 +55,7 @@ class Blocking:
         return self._wrapped(self._loop.run_until_complete(run()))
 
     def _wrapped(self, value: Any) -> Any:
-        if isinstance(value, AsyncSequence):
+        if isinstance(value, _TO_WRAP):
             return Blocking(value, self._loop)
         if isinstance(value, list):
             return [self._wrapped(entry) for entry in value]

@@ -143,23 +143,26 @@ def test_the_commit_before_an_append_is_answered_again_with_it(num_committed: in
     assert snapshot(manager.sequences) == before
 
 
-def test_the_commit_before_an_append_is_forgotten_with_the_call_after_it() -> None:
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda manager, held: manager.append(held, [7]),
+        lambda manager, held: manager.truncate(held, 6),
+        lambda manager, held: manager.commit(held),
+        lambda manager, held: manager.fork(held),
+        lambda manager, held: manager.attend(held, num_tokens=1),
+    ],
+    ids=["append", "truncate", "commit", "fork", "attention"],
+)
+def test_the_commit_before_an_append_is_forgotten_with_the_call_after_it(call) -> None:
     manager = Manager(12)
     held = manager.allocate(T(6))
     commit = CommitRow(held.sequence_id, 0, 6)
-    for call in (
-        lambda: manager.append(held, [7]),
-        lambda: manager.truncate(held, 6),
-        lambda: manager.commit(held),
-    ):
-        manager.sequences.commit(ONE, [commit])
-        manager.append(held, [])
-        call()
-        (result,) = manager.sequences.commit(ONE, [commit])
-        assert result.code is ResultCode.WRONG_POSITION
-        manager.free(held)
-        held = manager.allocate(U(6))
-        commit = CommitRow(held.sequence_id, 0, 6)
+    manager.sequences.commit(ONE, [commit])
+    manager.append(held, [], lookahead=1)
+    call(manager, held)
+    (result,) = manager.sequences.commit(ONE, [commit])
+    assert result.code is ResultCode.WRONG_POSITION
 
 
 def test_only_the_last_applied_call_can_be_repeated() -> None:

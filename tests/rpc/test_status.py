@@ -14,7 +14,9 @@ from prefixcache.rpc.status import (
     ERROR_DOMAIN,
     STATUS_CODES,
     from_rpc_error,
+    from_status_message,
     status_code,
+    status_message,
     to_status,
 )
 
@@ -39,6 +41,7 @@ EXAMPLES = {
         errors.StorageOwnedError(),
         errors.ResourceExhaustedError("a quota"),
         errors.NoRoomError(12, 3, 40),
+        errors.TooManyStreamsError(256),
         errors.AbortedError("again"),
         errors.SequenceBusyError(7),
         errors.UnavailableError("gone"),
@@ -99,6 +102,24 @@ def test_an_error_comes_back_with_class_message_and_fields(error):
     assert back.message == str(back) == error.message
     expected = {name: str(value) for name, value in error.fields.items()}
     assert back.fields == expected | {"boot_id": BOOT_ID.hex()}
+
+
+@pytest.mark.parametrize("error", EXAMPLES.values(), ids=lambda error: error.reason)
+def test_an_error_within_a_message_comes_back_as_one_that_ended_a_call(error):
+    back = from_status_message(status_message(error, BOOT_ID).SerializeToString())
+    across = _across(error)
+    assert (type(back), back.message, back.fields) == (type(across), across.message, across.fields)
+
+
+def test_a_status_within_a_message_that_says_nothing_is_an_error_all_the_same():
+    damaged = from_status_message(b"\xff\xff")
+    assert type(damaged) is errors.InternalError
+    assert type(from_status_message(b"")) is PrefixCacheError
+    bare = status_pb2.Status(code=5, message="gone").SerializeToString()
+    error = from_status_message(bare)
+    assert (type(error), error.message) == (errors.NotFoundError, "NOT_FOUND: gone")
+    unknown = status_pb2.Status(code=99, message="what").SerializeToString()
+    assert type(from_status_message(unknown)) is PrefixCacheError
 
 
 @pytest.mark.parametrize("error", EXAMPLES.values(), ids=lambda error: error.reason)

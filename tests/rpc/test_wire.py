@@ -116,7 +116,10 @@ def test_columns_are_little_endian(values):
 
 def test_methods_name_every_rpc_with_its_messages():
     found = {method.path: method for method in wire.methods()}
-    assert len(found) == 13
+    assert len(found) == 14
+    assert [path for path, method in found.items() if method.is_stream] == [
+        "/prefixcache.v1.PrefixCacheService/Step"
+    ]
     lookup = found["/prefixcache.v1.PrefixCacheService/Lookup"]
     assert lookup.request is cache_pb2.LookupRequest
     assert lookup.response is cache_pb2.LookupResponse

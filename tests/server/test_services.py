@@ -25,13 +25,20 @@ from prefixcache import __version__
 from prefixcache.core.form import FORM
 from prefixcache.core.hashing import HASH_RECIPE_VERSION
 from prefixcache.errors import InvalidArgumentError
+from prefixcache.rpc import wire
 from prefixcache.rpc._pb import admin_pb2, cache_pb2
-from prefixcache.server.daemon import CacheOptions, Daemon, LimitOptions, ModelOptions
+from prefixcache.server.daemon import (
+    MAX_STEP_ALLOCATES,
+    CacheOptions,
+    Daemon,
+    LimitOptions,
+    ModelOptions,
+)
 from prefixcache.server.rpc_server import RpcServer
 from prefixcache.storage.layout import KVLayout, fingerprint
 from tests.support.daemon import RunningDaemon, running_daemon
 from tests.support.gate import held
-from tests.support.stubs import METHODS, TIMEOUT_S, Peer, Stubs, connected
+from tests.support.stubs import TIMEOUT_S, Peer, Stubs, connected
 
 LAYOUT = KVLayout(2, 1, 8, 4, "bfloat16")
 SERVICES = [
@@ -171,7 +178,7 @@ def test_every_declared_rpc_is_found_by_reflection(stubs: Stubs) -> None:
         for name in SERVICES
         for method in pool.FindServiceByName(name).methods_by_name
     }
-    assert served == {method.path for method in METHODS.values()}
+    assert served == {method.path for method in wire.methods()}
 
 
 def test_open_streams_keep_no_call_waiting() -> None:
@@ -275,6 +282,7 @@ def test_the_description_says_what_a_client_needs() -> None:
         assert info.verify_hits, "a digest that can collide is verified by default"
         assert info.prefix_caching
         assert (info.limits.max_message_bytes, info.limits.max_fork_children) == (2**20, 7)
+        assert info.limits.max_step_allocates == MAX_STEP_ALLOCATES
         assert list(info.capabilities) == ["attention"]
         assert (info.model_name, info.model_revision) == ("org/model", "r1")
         assert info.owner_ttl_s == 12.5

@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from queue import SimpleQueue
 from typing import Any
 
 import grpc
@@ -23,25 +24,20 @@ from prefixcache.rpc._pb import admin_pb2, attention_pb2, cache_pb2
 TIMEOUT_S = 30.0
 """Far above what any call takes: a test that hangs fails instead."""
 
-METHODS = {method.name: method for method in wire.methods()}
+METHODS = {method.name: method for method in wire.methods() if not method.is_stream}
+"""The unary RPCs."""
+STEP = next(method for method in wire.methods() if method.is_stream)
 
 
-class Refused(Exception):
-    """A call that ended with a status other than OK, and what the status carries."""
+class PartRefused(Exception):
+    """A call that was refused, and what its status carries."""
 
-    def __init__(self, error: grpc.RpcError) -> None:
-        super().__init__(f"{error.code().name}: {error.details()}")
-        self.code: grpc.StatusCode = error.code()
-        self.message: str = error.details() or ""
+    def __init__(self, status: status_pb2.Status) -> None:
+        self.code = next(code for code in grpc.StatusCode if code.value[0] == status.code)
+        self.message: str = status.message
+        super().__init__(f"{self.code.name}: {self.message}")
         self.infos: list[error_details_pb2.ErrorInfo] = []
         self.retry_delay_s: float | None = None
-        for key, value in error.trailing_metadata() or ():
-            if key == "grpc-status-details-bin":
-                self._read_details(status_pb2.Status.FromString(value))
-
-    def _read_details(self, status: status_pb2.Status) -> None:
-        assert status.code == self.code.value[0], "the two codes of a status differ"
-        assert status.message == self.message, "the two messages of a status differ"
         for detail in status.details:
             info, retry = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
             if detail.Unpack(info):
@@ -62,8 +58,22 @@ class Refused(Exception):
         return self.numbers.get("field", "")
 
 
+class Refused(PartRefused):
+    """A call that ended with a status other than OK."""
+
+    def __init__(self, error: grpc.RpcError) -> None:
+        plain = status_pb2.Status(code=error.code().value[0], message=error.details() or "")
+        status = plain
+        for key, value in error.trailing_metadata() or ():
+            if key == "grpc-status-details-bin":
+                status = status_pb2.Status.FromString(value)
+        assert status.code == plain.code, "the two codes of a status differ"
+        assert status.message == plain.message, "the two messages of a status differ"
+        super().__init__(status)
+
+
 class Stubs:
-    """Every RPC of every service over one channel."""
+    """Every RPC of every service over one channel; `steps` opens the one that is a stream."""
 
     def __init__(self, channel: grpc.Channel) -> None:
         self.channel = channel
@@ -101,6 +111,21 @@ class Stubs:
             return refusal
         raise AssertionError(f"{name} was not refused: {reply}")
 
+    @contextmanager
+    def steps(self, timeout_s: float = TIMEOUT_S) -> Iterator[StepCall]:
+        """An open Step stream, half-closed at the end."""
+        stream = self.channel.stream_stream(
+            STEP.path,
+            request_serializer=_bytes_of,
+            response_deserializer=STEP.response.FromString,
+        )
+        messages: SimpleQueue[Message | bytes | None] = SimpleQueue()
+        call = StepCall(messages, stream(iter(messages.get, None), timeout=timeout_s))
+        try:
+            yield call
+        finally:
+            call.close()
+
     def stats(self) -> admin_pb2.GetStatsResponse:
         reply: admin_pb2.GetStatsResponse = self.call("GetStats", admin_pb2.GetStatsRequest())
         return reply
@@ -118,6 +143,50 @@ class Stubs:
         request = cache_pb2.LookupRequest(token_ids=token_ids, **fields)
         reply: cache_pb2.LookupResponse = self.call("Lookup", request)
         return reply
+
+
+class StepCall:
+    """One Step stream: what is sent, and the replies in order."""
+
+    def __init__(self, messages: SimpleQueue[Message | bytes | None], replies: Any) -> None:
+        self._messages = messages
+        self.replies = replies
+
+    def send(self, request: Message | bytes) -> None:
+        self._messages.put(request)
+
+    def receive(self) -> cache_pb2.StepResponse:
+        """The next reply. Raises Refused; StopIteration if the stream has ended well."""
+        try:
+            reply: cache_pb2.StepResponse = next(self.replies)
+        except grpc.RpcError as error:
+            raise Refused(error) from error
+        return reply
+
+    def run(self, request: Message | bytes) -> cache_pb2.StepResponse:
+        self.send(request)
+        return self.receive()
+
+    def ended(self) -> Refused:
+        """How the stream ends, which it must now."""
+        try:
+            reply = self.receive()
+        except Refused as refusal:
+            return refusal
+        raise AssertionError(f"the stream goes on: {reply}")
+
+    def close(self) -> None:
+        """No more requests."""
+        self._messages.put(None)
+
+
+def refusals(reply: cache_pb2.StepResponse) -> dict[tuple[str, int], PartRefused]:
+    """The parts of a step that were refused, by name and index."""
+    found = {}
+    for error in reply.errors:
+        assert (error.call, error.index) not in found
+        found[error.call, error.index] = PartRefused(status_pb2.Status.FromString(error.status))
+    return found
 
 
 @contextmanager
