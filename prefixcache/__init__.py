@@ -16,11 +16,15 @@ if TYPE_CHECKING:
     from prefixcache.client import (
         AsyncClient,
         AsyncSequence,
+        AsyncStepStream,
         Client,
+        Pending,
         PoolStats,
         Sequence,
         SequenceInfo,
         ServerInfo,
+        Step,
+        StepStream,
     )
     from prefixcache.types import (
         AppendResult,
@@ -42,6 +46,7 @@ __all__ = [
     "AppendResult",
     "AsyncClient",
     "AsyncSequence",
+    "AsyncStepStream",
     "BlockCopy",
     "CacheUse",
     "Client",
@@ -51,6 +56,7 @@ __all__ = [
     "LookupResult",
     "Lora",
     "MultimodalItem",
+    "Pending",
     "PoolStats",
     "PrefixCacheError",
     "PromptEmbeds",
@@ -58,6 +64,8 @@ __all__ = [
     "Sequence",
     "SequenceInfo",
     "ServerInfo",
+    "Step",
+    "StepStream",
     "__version__",
     "errors",
 ]
@@ -66,11 +74,15 @@ _CLIENT_NAMES = frozenset(
     {
         "AsyncClient",
         "AsyncSequence",
+        "AsyncStepStream",
         "Client",
+        "Pending",
         "PoolStats",
         "Sequence",
         "SequenceInfo",
         "ServerInfo",
+        "Step",
+        "StepStream",
     }
 )
 

@@ -6,19 +6,26 @@ imported here; tensors of torch are taken and given all the same.
 
 from prefixcache.client.aio import AsyncClient
 from prefixcache.client.aio_sequence import AsyncSequence
+from prefixcache.client.aio_steps import AsyncStepStream
 from prefixcache.client.channel import channel_options
 from prefixcache.client.results import SequenceInfo, ServerInfo
+from prefixcache.client.step import Pending, Step
 from prefixcache.client.sync import Client
 from prefixcache.client.sync_sequence import Sequence
+from prefixcache.client.sync_steps import StepStream
 from prefixcache.core.stats import PoolStats
 
 __all__ = [
     "AsyncClient",
     "AsyncSequence",
+    "AsyncStepStream",
     "Client",
+    "Pending",
     "PoolStats",
     "Sequence",
     "SequenceInfo",
     "ServerInfo",
+    "Step",
+    "StepStream",
     "channel_options",
 ]

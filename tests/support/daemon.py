@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from prefixcache.server.daemon import CacheOptions, Daemon, LimitOptions, ModelOptions
-from prefixcache.server.rpc_server import RpcServer
+from prefixcache.server.rpc_server import MAX_STEP_STREAMS, RpcServer
 
 
 @dataclass(frozen=True)
@@ -26,9 +26,10 @@ def running_daemon(
     limits: LimitOptions | None = None,
     *,
     max_workers: int = 8,
+    max_step_streams: int = MAX_STEP_STREAMS,
 ) -> Iterator[RunningDaemon]:
     daemon = Daemon(cache, model, limits)
-    server = RpcServer(daemon, max_workers=max_workers)
+    server = RpcServer(daemon, max_workers=max_workers, max_step_streams=max_step_streams)
     with tempfile.TemporaryDirectory() as folder:
         target = server.listen(f"unix:{Path(folder) / 'prefixcache.sock'}")
         server.start()

@@ -240,6 +240,15 @@ class Peer:
             num_lookahead_tokens=[row.num_lookahead_tokens for row in rows],
         )
 
+    def commit_request(self, rows: Sequence[tuple[int, int, int]]) -> cache_pb2.CommitRequest:
+        """rows: sequence id, start position and count of computed tokens of each."""
+        return cache_pb2.CommitRequest(
+            owner=self.owner,
+            sequence_ids=[row[0] for row in rows],
+            start_positions=[row[1] for row in rows],
+            num_computed_tokens=[row[2] for row in rows],
+        )
+
     def append_rows(self, rows: Sequence[Row]) -> list[Appended]:
         return read_append(self.stubs.call("Append", self.append_request(rows)))
 
@@ -250,12 +259,7 @@ class Peer:
 
     def commit(self, sequence_id: int, start: int, count: int) -> int:
         """The result code; the count of cached blocks is not looked at."""
-        request = cache_pb2.CommitRequest(
-            owner=self.owner,
-            sequence_ids=[sequence_id],
-            start_positions=[start],
-            num_computed_tokens=[count],
-        )
+        request = self.commit_request([(sequence_id, start, count)])
         return int(self.stubs.call("Commit", request).result_codes[0])
 
     def fork(
