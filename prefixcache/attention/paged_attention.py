@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -22,6 +23,7 @@ from prefixcache.attention.selection import (
     Plan,
     Shapes,
     architecture_of,
+    as_loaded,
     choose_plan,
     num_cores,
     padded_head_dim,
@@ -30,6 +32,10 @@ from prefixcache.storage.kv_cache import KVCache
 from prefixcache.types import AttentionOptions
 
 _SMALLEST_FACTOR = 2.0**-126  # a normal float32; below it all weights are equal
+_LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
+_LARGEST_CAP = 2.0**60  # a higher one changes no score within float32's precision
+_LARGEST_WINDOW = 2**31 - 1
+_LOG2_E = math.log2(math.e)
 _COMBINE_ELEMENTS = 8192  # float32 of the parts of one row that 4 warps hold in registers
 _ALIGNMENT = 4  # int32 of the 16 bytes at which the compiler wants pointers to start
 
@@ -43,13 +49,28 @@ class DeviceBatch:
     seq_lens: torch.Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class _Weighing:
+    """`AttentionOptions` as the kernel wants them: scores to the base 2, None for what is not."""
+
+    sign: int
+    """What q is multiplied with: a kernel takes a row's maximum before it scales, which only a
+    positive scale leaves alone."""
+    scale: float
+    cap_scale: float | None
+    window: int | None
+    alibi_slopes: torch.Tensor | None
+    sinks: torch.Tensor | None
+
+
 @torch.no_grad()
 def paged_attention(
     q: torch.Tensor, cache: KVCache, batch: AttentionBatch, options: AttentionOptions
 ) -> torch.Tensor:
     """Causal attention over all tokens so far, the new ones included.
 
-    q: `[T, Hq, D]` of the cache's dtype, any strides. cache: K/V of the new tokens in place.
+    q: `[T, Hq, D]` of the cache's dtype, and of any if that is quantised; any strides. cache: K/V
+    of the new tokens in place, not latent.
     Returns `[T, Hq, D]` of q's dtype, new memory.
 
     Raises InvalidArgumentError on a wrong shape, dtype, device, scale, or a batch that does not
@@ -59,15 +80,17 @@ def paged_attention(
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if len(q) == 0:
         return out
+    longest_query = int(np.diff(batch.query_start).max())
     shapes = Shapes(
         num_tokens=len(q),
         num_sequences=len(batch.seq_lens),
-        longest_query=int(np.diff(batch.query_start).max()),
-        max_seq_len=batch.block_tables.shape[1] * cache.keys.shape[2],
+        longest_query=longest_query,
+        max_seq_len=_most_keys_seen(batch, cache, longest_query, options.window),
         num_query_heads=q.shape[1],
         num_kv_heads=cache.keys.shape[1],
         head_dim=q.shape[2],
         dtype=q.dtype,
+        stored=cache.keys.dtype,
     )
     plan = choose_plan(shapes, architecture_of(q.device), num_cores(q.device))
     launch(q, cache, upload(batch, q.device), options, plan, out)
@@ -110,7 +133,8 @@ def launch(
     group = num_query_heads // num_kv_heads
     block_d = padded_head_dim(head_dim)
     tiles, num_splits = plan.tiles, plan.num_splits
-    sign, factor = _split_scale(options.scale_for(head_dim))
+    weighing = _weighing(options, head_dim, q.device)
+    scales = cache.scales
     parts, log_sums = out, None
     if num_splits > 1:
         shape = (num_tokens, num_query_heads, num_splits)
@@ -125,19 +149,27 @@ def launch(
     with torch.cuda.device_of(q):
         paged_attention_kernel[grid](
             q,
-            cache.keys,
-            cache.values,
+            as_loaded(cache.keys),
+            as_loaded(cache.values),
+            None if scales is None else scales.keys,
+            None if scales is None else scales.values,
             parts,
             log_sums,
             batch.block_tables,
             batch.query_start,
             batch.seq_lens,
-            factor,
+            weighing.scale,
+            weighing.cap_scale,
+            weighing.alibi_slopes,
+            weighing.sinks if num_splits == 1 else None,
+            weighing.window,
             num_sequences,
             table_stride,
             q.stride(),
             cache.keys.stride(),
             cache.values.stride(),
+            None if scales is None else scales.keys.stride(),
+            None if scales is None else scales.values.stride(),
             NUM_QUERY_HEADS=num_query_heads,
             GROUP=group,
             GROUP_PART=plan.group_part,
@@ -148,7 +180,7 @@ def launch(
             BLOCK_D=block_d,
             NUM_SPLITS=num_splits,
             MIN_SPLIT=plan.min_split,
-            SIGN=sign,
+            SIGN=weighing.sign,
             num_warps=tiles.num_warps,
             num_stages=tiles.num_stages,
         )
@@ -160,16 +192,42 @@ def launch(
                 HEAD_DIM=head_dim,
                 BLOCK_D=block_d,
                 NUM_PARTS=num_splits,
+                sinks=weighing.sinks,
+                NUM_HEADS=num_query_heads,
                 num_warps=8 if num_splits * block_d > _COMBINE_ELEMENTS else 4,
             )
 
 
-def _split_scale(scale: float) -> tuple[int, float]:
-    """The scale as a sign for q and a positive float32 factor for scores to the base 2.
+def _most_keys_seen(
+    batch: AttentionBatch, cache: KVCache, longest_query: int, window: int | None
+) -> int:
+    """Keys that the queries of one sequence may see together."""
+    num_keys = batch.block_tables.shape[1] * cache.keys.shape[2]
+    return num_keys if window is None else min(num_keys, window + longest_query)
 
-    The kernel takes a row's maximum before it scales, which only a positive factor leaves alone.
-    """
-    factor = abs(scale) * math.log2(math.e)
+
+def _weighing(options: AttentionOptions, head_dim: int, device: torch.device) -> _Weighing:
+    scale = options.scale_for(head_dim)
+    sign = (scale > 0) - (scale < 0)
+    factor, cap_scale = abs(scale) * _LOG2_E, None
+    cap = options.soft_cap
+    if factor >= _SMALLEST_FACTOR and cap is not None and cap < _LARGEST_CAP:
+        factor, cap_scale = cap * _LOG2_E, min(abs(scale) / cap, _LARGEST_FLOAT32)
     if factor < _SMALLEST_FACTOR:
-        return 0, 1.0
-    return (1 if scale > 0 else -1), factor
+        sign, factor, cap_scale = 0, 1.0, None
+    window = options.window
+    return _Weighing(
+        sign,
+        factor,
+        cap_scale,
+        None if window is None else min(window, _LARGEST_WINDOW),
+        _on_device(options.alibi_slopes, device) if options.alibi_slopes else None,
+        _on_device(options.sinks, device) if options.sinks else None,
+    )
+
+
+@lru_cache(maxsize=256)
+def _on_device(numbers: tuple[float, ...], device: torch.device) -> torch.Tensor:
+    """Scores, to the base 2: `[Hq] float32`. Kept, since a model's are the same at each call."""
+    scores = torch.tensor(numbers, dtype=torch.float64) * _LOG2_E
+    return scores.clamp(-_LARGEST_FLOAT32, _LARGEST_FLOAT32).to(device, torch.float32)

@@ -22,6 +22,8 @@ _SPLIT_STEP = 4  # each count is a kernel to compile, and a split without keys c
 _WARPS_OF_A_CORE = 12  # of these kernels, whose registers bound it: 150 to 180 a thread
 _TILES_OF_A_SPLIT = 4  # below that, starting a program costs more than its share of the reading
 _SMALLEST_DOT = 16  # tl.dot takes no smaller side
+FLOAT8_ARCHITECTURES = {"sm_90", "sm_100", "interpreter"}
+"""Those that convert float8 e4m3; elsewhere kernels take its bytes apart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,8 @@ class Rule:
     max_element_bytes: int | None
     tiles: Tiles
     reason: str
+    max_stored_bytes: int | None = None
+    """Of an element in the cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +68,9 @@ class Shapes:
     num_kv_heads: int
     head_dim: int
     dtype: torch.dtype
+    """Of q."""
+    stored: torch.dtype
+    """Of K/V in the cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +91,11 @@ _FLOAT32 = (
     Rule(None, 128, 4, Tiles(32, 16, 8, 3), "90 registers; 32 keys: 105 spills"),
     Rule(None, 256, 4, Tiles(16, 16, 8, 3), "100 registers"),
 )
+_QUANTIZED = (
+    Rule(
+        16, 128, 2, Tiles(16, 32, 4, 3), "three programs a core; 64 keys: 214 registers or more", 1
+    ),
+)
 _SMALLEST = Tiles(16, 16, 8, 1)
 _LARGE_HEADS = Rule(None, None, None, _SMALLEST, "over 256 elements: the smallest tiles there are")
 
@@ -91,6 +103,8 @@ TABLES: Mapping[str, tuple[Rule, ...]] = MappingProxyType(
     {
         # At most 68 KiB of shared memory, so that cards with 99 KiB can take the table too.
         "sm_80": (
+            *_QUANTIZED,
+            Rule(None, 128, 2, Tiles(64, 32, 8, 3), "206 registers; 64 keys: 255", 1),
             Rule(16, 128, 2, Tiles(16, 64, 4, 3), "memory bound: three programs a core fit"),
             Rule(16, 256, 2, Tiles(16, 32, 8, 3), "128 registers; 4 warps: 6 spills"),
             # 128 rows: 15 to 24 spills with splits or a group that is no power of two.
@@ -100,6 +114,7 @@ TABLES: Mapping[str, tuple[Rule, ...]] = MappingProxyType(
             _LARGE_HEADS,
         ),
         "sm_90": (
+            *_QUANTIZED,
             Rule(16, 128, 2, Tiles(16, 64, 4, 3), "memory bound: three programs a core fit"),
             Rule(16, 256, 2, Tiles(16, 32, 4, 3), "188 registers; half the keys, the same bytes"),
             Rule(64, 128, 2, Tiles(64, 64, 4, 3), "one warp group: HGMMA, 244 registers, 81 KiB"),
@@ -110,6 +125,7 @@ TABLES: Mapping[str, tuple[Rule, ...]] = MappingProxyType(
             _LARGE_HEADS,
         ),
         "sm_100": (
+            *_QUANTIZED,
             Rule(16, 128, 2, Tiles(16, 64, 4, 3), "memory bound: three programs a core fit"),
             Rule(16, 256, 2, Tiles(16, 32, 4, 3), "186 registers; half the keys, the same bytes"),
             Rule(64, 128, 2, Tiles(64, 64, 8, 3), "tcgen05, 119 registers; 4 warps: more code"),
@@ -180,6 +196,15 @@ def architecture_of(device: torch.device) -> str:
     return {9: "sm_90", 10: "sm_100", 11: "sm_100"}.get(major, "sm_80")
 
 
+def as_loaded(tensor: torch.Tensor) -> torch.Tensor:
+    """A view of the cache as kernels take it: float8 as bytes where the device has no float8."""
+    if tensor.dtype != torch.float8_e4m3fn:
+        return tensor
+    if architecture_of(tensor.device) in FLOAT8_ARCHITECTURES:
+        return tensor
+    return tensor.view(torch.uint8)
+
+
 @cache
 def num_cores(device: torch.device) -> int:
     """Multiprocessors of a device; 1 where triton's interpreter runs."""
@@ -196,4 +221,5 @@ def _find_rule(shapes: Shapes, architecture: str, rows: int) -> Rule:
         if (rule.max_rows is None or rows <= rule.max_rows)
         and (rule.max_head_dim is None or head_dim <= rule.max_head_dim)
         and (rule.max_element_bytes is None or shapes.dtype.itemsize <= rule.max_element_bytes)
+        and (rule.max_stored_bytes is None or shapes.stored.itemsize <= rule.max_stored_bytes)
     )

@@ -24,7 +24,7 @@ import triton
 
 from tests.aot.cases import CASES
 from tests.aot.checks import problems
-from tests.aot.compile import TARGETS, Compiled, compile_kernel
+from tests.aot.compile import Compiled, compile_kernel
 
 RECORDED = Path(__file__).with_name("recorded.json")
 Registers = dict[str, dict[str, int]]
@@ -75,7 +75,7 @@ def compile_all(indices: Sequence[int]) -> list[Outcome]:
             futures = {
                 (index, target): pool.submit(compile_one, index, target)
                 for index in indices
-                for target in TARGETS
+                for target in CASES[index].targets
             }
         return [outcome_of(index, target, run) for (index, target), run in futures.items()]
 

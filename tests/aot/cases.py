@@ -17,13 +17,36 @@ from prefixcache.attention.kernels.combine import combine_kernel
 from prefixcache.attention.kernels.copy_blocks import copy_blocks_kernel
 from prefixcache.attention.kernels.paged_attention import paged_attention_kernel
 from prefixcache.attention.kernels.write_kv import write_kv_kernel
-from prefixcache.attention.selection import Shapes, choose_plan, padded_head_dim
+from prefixcache.attention.selection import (
+    FLOAT8_ARCHITECTURES,
+    Shapes,
+    choose_plan,
+    padded_head_dim,
+)
 
 # A pool's strides are multiples of 16 elements, and a head's elements stand together.
 CACHE_STRIDES = ("i32:16", "i32:16", "i32:16", 1)
 TOKEN_STRIDES = ("i32:16", "i32:16", 1)
 CORES = {"sm_80": 108, "sm_90": 132, "sm_100": 148, "gfx942": 304}
-TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+TYPES = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+    torch.int8: "i8",
+    torch.float8_e4m3fn: "fp8e4nv",
+}
+SCALE_STRIDES = ("i32:16", "i32:16", 1)
+FIXED_SCALE_STRIDES = ("i32:16", "i32:16", "i32:16")  # 0 over heads and tokens
+EVERYWHERE = ("sm_80", "sm_90", "sm_100", "gfx942")
+OPTIONS = {
+    "window": {"window": "i32"},
+    "all options": {
+        "window": "i32",
+        "cap_scale": "fp32",
+        "alibi_slopes": "*fp32:16",
+        "sinks": "*fp32:16",
+    },
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +80,7 @@ class Case:
     """Multiplies matrices of 16-bit floats: on tensor cores, from K/V loaded asynchronously."""
     ceilings: Mapping[str, Ceiling] = field(default_factory=dict)
     """By target; elsewhere nothing may spill."""
+    targets: tuple[str, ...] = EVERYWHERE
 
 
 def _write_kv(dtype: str, head_dim: int) -> Launch:
@@ -104,28 +128,48 @@ def _combine() -> Launch:
             "HEAD_DIM": 128,
             "BLOCK_D": 128,
             "NUM_PARTS": 32,
+            "sinks": None,
+            "NUM_HEADS": 1,
         }
     )
 
 
-def _attention(shapes: Shapes, target: str) -> Launch:
+def stored_type(stored: torch.dtype, target: str) -> str:
+    """How kernels for a target take an element of the cache."""
+    if stored == torch.float8_e4m3fn and target not in FLOAT8_ARCHITECTURES:
+        return "u8"
+    return TYPES[stored]
+
+
+def _attention(
+    shapes: Shapes, target: str, scale_strides: tuple[Any, ...] | None, options: Mapping[str, str]
+) -> Launch:
     plan = choose_plan(shapes, target, CORES[target])
-    dtype = TYPES[shapes.dtype]
+    dtype, stored = TYPES[shapes.dtype], stored_type(shapes.stored, target)
+    scales = None if scale_strides is None else "*fp32:16"
     arguments = {
         "q": f"*{dtype}:16",
-        "key_cache": f"*{dtype}:16",
-        "value_cache": f"*{dtype}:16",
+        "key_cache": f"*{stored}:16",
+        "value_cache": f"*{stored}:16",
+        "key_scales": scales,
+        "value_scales": scales,
         "out": "*fp32:16" if plan.num_splits > 1 else f"*{dtype}:16",
         "log_sums": "*fp32:16" if plan.num_splits > 1 else None,
         "block_tables": "*i32:16",
         "query_start": "*i32:16",
         "seq_lens": "*i32:16",
         "scale": "fp32",
+        "cap_scale": None,
+        "alibi_slopes": None,
+        "sinks": None,
+        "window": None,
         "num_sequences": "i32",
         "table_stride": "i32",
         "q_strides": TOKEN_STRIDES,
         "key_strides": CACHE_STRIDES,
         "value_strides": CACHE_STRIDES,
+        "key_scale_strides": scale_strides,
+        "value_scale_strides": scale_strides,
         "NUM_QUERY_HEADS": shapes.num_query_heads,
         "GROUP": shapes.num_query_heads // shapes.num_kv_heads,
         "GROUP_PART": plan.group_part,
@@ -138,7 +182,7 @@ def _attention(shapes: Shapes, target: str) -> Launch:
         "MIN_SPLIT": plan.min_split,
         "SIGN": 1,
     }
-    return Launch(arguments, plan.tiles.num_warps, plan.tiles.num_stages)
+    return Launch(arguments | options, plan.tiles.num_warps, plan.tiles.num_stages)
 
 
 def _attention_case(
@@ -149,6 +193,10 @@ def _attention_case(
     longest_query: int = 1,
     num_sequences: int = 64,
     ceilings: Mapping[str, Ceiling] | None = None,
+    stored: torch.dtype | None = None,
+    scale_strides: tuple[Any, ...] | None = None,
+    options: str | None = None,
+    targets: tuple[str, ...] = EVERYWHERE,
 ) -> Case:
     """8 KV heads over 8k tokens; `name` is completed by dtype, head dim and group."""
     shapes = Shapes(
@@ -160,15 +208,43 @@ def _attention_case(
         num_kv_heads=8,
         head_dim=head_dim,
         dtype=dtype,
+        stored=stored or dtype,
     )
+    changed = OPTIONS[options] if options else {}
     return Case(
         f"{name} {TYPES[dtype]} D{head_dim} G{group}",
         paged_attention_kernel,
-        lambda target: _attention(shapes, target),
+        lambda target: _attention(shapes, target, scale_strides, changed),
         has_dots=dtype != torch.float32,
         ceilings=ceilings or {},
+        targets=targets,
     )
 
+
+def _quantized_case(
+    name: str,
+    stored: torch.dtype,
+    targets: tuple[str, ...],
+    *,
+    is_fixed: bool = False,
+    **shapes: Any,
+) -> Case:
+    """16 bits of q over 8 bits of K/V, a scale for each token and head or for each block."""
+    strides = FIXED_SCALE_STRIDES if is_fixed else SCALE_STRIDES
+    return _attention_case(
+        name,
+        torch.bfloat16,
+        128,
+        4,
+        stored=stored,
+        scale_strides=strides,
+        targets=targets,
+        **shapes,
+    )
+
+
+_PROMPTS = {"longest_query": 2048, "num_sequences": 4}
+_NVIDIA = ("sm_80", "sm_90")
 
 CASES = (
     Case("copy_blocks", copy_blocks_kernel, lambda _: _copy_blocks(), moves_only=True),
@@ -186,4 +262,13 @@ CASES = (
     _attention_case("prefill", torch.float16, 96, 7, longest_query=2048, num_sequences=4),
     _attention_case("prefill", torch.bfloat16, 256, 2, longest_query=2048, num_sequences=4),
     _attention_case("prefill", torch.float32, 128, 4, longest_query=2048, num_sequences=4),
+    _attention_case("decode, window", torch.bfloat16, 128, 4, options="window", targets=_NVIDIA),
+    _attention_case("decode, all options", torch.bfloat16, 128, 4, options="all options"),
+    _attention_case(
+        "prefill, all options", torch.bfloat16, 128, 4, options="all options", **_PROMPTS
+    ),
+    _quantized_case("decode fp8", torch.float8_e4m3fn, EVERYWHERE),
+    _quantized_case("decode fp8 fixed", torch.float8_e4m3fn, _NVIDIA, is_fixed=True),
+    _quantized_case("decode int8", torch.int8, EVERYWHERE),
+    _quantized_case("prefill fp8", torch.float8_e4m3fn, EVERYWHERE, **_PROMPTS),
 )

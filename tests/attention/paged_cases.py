@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +19,34 @@ from prefixcache.types import AttentionOptions
 NUM_LAYERS = 2
 SPARE_BLOCKS = 3
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+OPTIONS = {
+    "window": AttentionOptions(window=7),
+    "soft cap": AttentionOptions(soft_cap=1.5),
+    "ALiBi": AttentionOptions(alibi_slopes=(0.5, 0.125, -0.25, 0.03125)),
+    "sinks": AttentionOptions(sinks=(0.0, 2.5, -1.0, 1.0)),
+    "all": AttentionOptions(
+        window=18,
+        soft_cap=3.0,
+        alibi_slopes=(0.5, 0.125, -0.25, 0.03125),
+        sinks=(0.0, 2.5, -1.0, 1.0),
+    ),
+}
+"""For 4 query heads."""
+
+
+class Stored(TypedDict, total=False):
+    """How a quantised case is made: arguments of `make_case`."""
+
+    stored: torch.dtype
+    fixed_scales: tuple[float, float]
+
+
+STORED: list[Stored] = [
+    {"stored": torch.float8_e4m3fn},
+    {"stored": torch.int8},
+    {"stored": torch.float8_e4m3fn, "fixed_scales": (0.01, 0.02)},
+    {"stored": torch.int8, "fixed_scales": (0.03, 0.04)},
+]
 
 
 @dataclass(frozen=True, slots=True)

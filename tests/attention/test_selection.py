@@ -29,6 +29,7 @@ DECODE = Shapes(
     num_kv_heads=8,
     head_dim=128,
     dtype=torch.bfloat16,
+    stored=torch.bfloat16,
 )
 H200_CORES = 132
 
@@ -47,6 +48,7 @@ def is_power_of_two(number: int) -> bool:
     group=st.integers(1, 200),
     head_dim=st.integers(1, 600),
     dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
+    stored=st.sampled_from([torch.float32, torch.bfloat16, torch.float8_e4m3fn]),
 )
 def test_any_call_gets_a_plan_that_the_kernel_can_run(
     architecture: str,

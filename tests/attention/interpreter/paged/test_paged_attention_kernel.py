@@ -14,10 +14,10 @@ from triton.runtime import interpreter
 
 from prefixcache.attention import decode as decode_module
 from prefixcache.attention import prefill as prefill_module
-from prefixcache.attention.checks import check_attention
 from prefixcache.attention.paged_attention import launch, paged_attention, upload
 from prefixcache.attention.selection import Plan, Tiles
-from tests.attention.paged_cases import DTYPES, PagedCase, make_case
+from tests.attention.kernel_runs import run
+from tests.attention.paged_cases import DTYPES, make_case
 from tests.attention.test_large_pools import sparse_bytes
 from tests.support.tolerances import assert_close, is_close
 
@@ -26,29 +26,6 @@ pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning")
 
 # Crosses block ends; one token, an empty query, full blocks, long context with one token.
 CONTEXTS, QUERIES = [0, 5, 4, 0, 33, 7, 0], [9, 1, 0, 1, 1, 5, 8]
-
-
-def run(
-    case: PagedCase,
-    *,
-    rows: int = 16,
-    keys: int = 16,
-    num_splits: int = 1,
-    group_part: int | None = None,
-    min_split: int | None = None,
-) -> torch.Tensor:
-    """The kernel with the given plan, into memory full of NaN."""
-    check_attention(case.q, case.cache, case.batch, case.options)
-    plan = Plan(
-        Tiles(rows, keys, num_warps=1, num_stages=1),
-        group_part or case.q.shape[1] // case.cache.keys.shape[1],
-        num_splits,
-        min_split or keys,
-    )
-    out = torch.full(case.q.shape, torch.nan, dtype=case.q.dtype)
-    batch = upload(case.batch, case.q.device)
-    launch(case.q, case.cache, batch, case.options, plan, out)
-    return out
 
 
 @settings(max_examples=50, deadline=None, derandomize=True)
