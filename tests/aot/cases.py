@@ -263,12 +263,20 @@ CASES = (
     _attention_case("prefill", torch.bfloat16, 256, 2, longest_query=2048, num_sequences=4),
     _attention_case("prefill", torch.float32, 128, 4, longest_query=2048, num_sequences=4),
     _attention_case("decode, window", torch.bfloat16, 128, 4, options="window", targets=_NVIDIA),
-    _attention_case("decode, all options", torch.bfloat16, 128, 4, options="all options"),
     _attention_case(
-        "prefill, all options", torch.bfloat16, 128, 4, options="all options", **_PROMPTS
+        "decode, all options", torch.bfloat16, 128, 4, options="all options", targets=_NVIDIA
+    ),
+    _attention_case(
+        "prefill, all options",
+        torch.bfloat16,
+        128,
+        4,
+        options="all options",
+        targets=_NVIDIA,
+        **_PROMPTS,
     ),
     _quantized_case("decode fp8", torch.float8_e4m3fn, EVERYWHERE),
     _quantized_case("decode fp8 fixed", torch.float8_e4m3fn, _NVIDIA, is_fixed=True),
-    _quantized_case("decode int8", torch.int8, EVERYWHERE),
-    _quantized_case("prefill fp8", torch.float8_e4m3fn, EVERYWHERE, **_PROMPTS),
+    _quantized_case("decode int8", torch.int8, _NVIDIA),
+    _quantized_case("prefill fp8", torch.float8_e4m3fn, _NVIDIA, **_PROMPTS),
 )
