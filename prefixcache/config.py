@@ -33,6 +33,7 @@ ENV_PREFIX = "PREFIXCACHE_"
 DEFAULT_CPU_MEMORY_BYTES = 2**30
 DEFAULT_GPU_MEMORY_FRACTION = 0.8
 MIN_SAFE_SEED_LENGTH = 16
+LATENT_KV_DTYPE = "must be auto for multi-head latent attention: latents are not quantised"
 
 _MAX_GRPC_MESSAGE_BYTES = 2**31 - 1  # gRPC keeps the limit in a C int
 _MAX_BLOCK_SIZE = 1024
@@ -210,33 +211,95 @@ class ModelSection(Section):
     num_layers: int | None = _setting(None, "Layers of the model.", unit="layers", ge=1, le=65535)
     num_kv_heads: int | None = _setting(None, "KV heads a layer.", unit="heads", ge=1, le=65535)
     head_dim: int | None = _setting(None, "Elements of a head.", unit="elements", ge=1, le=65535)
-    dtype: Literal["float32", "float16", "bfloat16"] | None = _setting(
-        None, "Type of the stored K/V elements; taken from --model-config if left out."
+    latent_dim: int | None = _setting(
+        None,
+        "Elements of the compressed K/V of multi-head latent attention (kv_lora_rank); with "
+        "--rope-dim in place of --num-kv-heads and --head-dim.",
+        unit="elements",
+        ge=1,
+        le=65535,
     )
+    rope_dim: int | None = _setting(
+        None,
+        "Elements of K that carry the position in multi-head latent attention (qk_rope_head_dim).",
+        unit="elements",
+        ge=1,
+        le=65535,
+    )
+    dtype: Literal["float32", "float16", "bfloat16"] | None = _setting(
+        None, "Type of q, k, v and the output; taken from --model-config if left out."
+    )
+    kv_dtype: Literal["auto", "float8_e4m3", "int8"] = _setting(
+        "auto",
+        "Type of the stored K/V elements; auto is the one of --dtype, the others are quantised.",
+    )
+    kv_scales: Literal["token_head", "tensor"] = _setting(
+        "token_head",
+        "What a scale of quantised K/V is for: each token's head, taken from its largest element, "
+        "or all K (all V) of a layer, given by --kv-scale-file.",
+    )
+    kv_scale_file: Path | None = _setting(
+        None,
+        'JSON file {"k": [...], "v": [...]} with one scale a layer, for --kv-scales tensor. Left '
+        "out, they are 1.0 with float8_e4m3; int8 needs it.",
+    )
+
+    @property
+    def is_latent(self) -> bool:
+        """Whether the flags ask for a latent layout; a model config may too."""
+        return self.latent_dim is not None or self.rope_dim is not None
 
     @property
     def missing_flags(self) -> list[str]:
         """Flags that a K/V layout still needs."""
         if self.model_config_path is not None:
             return []
-        return [flag for flag, value in self._layout_flags.items() if value is None]
+        needed = {"--num-layers": self.num_layers, **self._shape_flags, "--dtype": self.dtype}
+        return [flag for flag, value in needed.items() if value is None]
 
     @property
-    def _layout_flags(self) -> dict[str, int | str | None]:
-        return {
-            "--num-layers": self.num_layers,
-            "--num-kv-heads": self.num_kv_heads,
-            "--head-dim": self.head_dim,
-            "--dtype": self.dtype,
-        }
+    def _shape_flags(self) -> dict[str, int | None]:
+        if self.is_latent:
+            return self._latent_flags
+        return self._head_flags
+
+    @property
+    def _head_flags(self) -> dict[str, int | None]:
+        return {"--num-kv-heads": self.num_kv_heads, "--head-dim": self.head_dim}
+
+    @property
+    def _latent_flags(self) -> dict[str, int | None]:
+        return {"--latent-dim": self.latent_dim, "--rope-dim": self.rope_dim}
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.model_config_path is not None:
-            for flag, value in self._layout_flags.items():
-                if value is not None and flag != "--dtype":
+            said = {"--num-layers": self.num_layers, **self._head_flags, **self._latent_flags}
+            for flag, value in said.items():
+                if value is not None:
                     raise InvalidArgumentError(flag, "cannot go with --model-config, which says it")
+        if self.is_latent:
+            for flag, value in self._head_flags.items():
+                if value is not None:
+                    raise InvalidArgumentError(
+                        flag, "cannot go with --latent-dim and --rope-dim: latents have no heads"
+                    )
+            if self.kv_dtype != "auto":
+                raise InvalidArgumentError("--kv-dtype", LATENT_KV_DTYPE)
+        self._check_scales()
         return self
+
+    def _check_scales(self) -> None:
+        if self.kv_scales == "tensor" and self.kv_dtype == "auto":
+            raise InvalidArgumentError("--kv-scales", "is for quantised K/V: give a --kv-dtype")
+        if self.kv_scale_file is not None and self.kv_scales != "tensor":
+            raise InvalidArgumentError("--kv-scale-file", "goes with --kv-scales tensor only")
+        if self.kv_scale_file is None and (self.kv_dtype, self.kv_scales) == ("int8", "tensor"):
+            raise InvalidArgumentError(
+                "--kv-scale-file",
+                "needed with --kv-dtype int8 and --kv-scales tensor: int8 holds whole numbers, so "
+                "no scale fits every model",
+            )
 
 
 class CacheSection(Section):
@@ -307,6 +370,8 @@ class ServeConfig:
     process: ProcessSection
 
     def __post_init__(self) -> None:
+        if self.pool.storage == "none" and self.model.kv_dtype != "auto":
+            raise InvalidArgumentError("--kv-dtype", "cannot go with --storage none")
         missing = self.model.missing_flags
         if self.pool.storage != "none" and missing:
             raise InvalidArgumentError(

@@ -11,10 +11,11 @@ from prefixcache.config import PoolSection, ServeConfig
 from prefixcache.core.hashing import HASH_ALGORITHMS
 from prefixcache.errors import InvalidArgumentError
 from prefixcache.options import OPTIONS, SECTIONS, make_config
-from prefixcache.storage.layout import DTYPE_BYTES
+from prefixcache.storage.layout import DTYPE_BYTES, QUANTIZED_DTYPES, SCALE_GRANULARITIES
 
 MINIMAL = {"storage": "none", "num_blocks": 100}
 LAYOUT = {"num_layers": 2, "num_kv_heads": 1, "head_dim": 8, "dtype": "float32"}
+LATENT_LAYOUT = {"num_layers": 2, "latent_dim": 8, "rope_dim": 4, "dtype": "float32"}
 
 
 def config_with(**values: object) -> ServeConfig:
@@ -52,6 +53,8 @@ def test_no_setting_has_a_name_that_kubernetes_or_a_client_uses() -> None:
 def test_choices_are_the_ones_of_the_code_behind_them() -> None:
     assert OPTIONS["hash_algorithm"].choices == tuple(HASH_ALGORITHMS)
     assert set(OPTIONS["dtype"].choices) == set(DTYPE_BYTES)
+    assert OPTIONS["kv_dtype"].choices == ("auto", *QUANTIZED_DTYPES)
+    assert OPTIONS["kv_scales"].choices == SCALE_GRANULARITIES
 
 
 def test_sections_cannot_be_changed_and_ignore_the_environment(
@@ -106,6 +109,13 @@ def test_text_is_read_as_the_setting_wants_it() -> None:
         ("num_kv_heads", -1),
         ("head_dim", 1.5),
         ("dtype", "int8"),
+        ("latent_dim", 0),
+        ("rope_dim", 65536),
+        ("kv_dtype", "float8_e5m2"),
+        ("kv_dtype", "float16"),
+        ("kv_dtype", None),
+        ("kv_scales", "block"),
+        ("kv_scale_file", 7),
         ("hash_algorithm", "md5"),
         ("hash_seed", ""),
         ("verify_hits", "maybe"),
@@ -171,12 +181,15 @@ def test_the_memory_of_a_pool_follows_from_what_was_given() -> None:
 
 
 @pytest.mark.parametrize("storage", ["auto", "cpu", "cuda"])
-@pytest.mark.parametrize("missing", LAYOUT)
+@pytest.mark.parametrize(
+    ("layout", "missing"),
+    [(layout, missing) for layout in (LAYOUT, LATENT_LAYOUT) for missing in layout],
+)
 def test_storage_needs_a_whole_layout_and_the_error_names_what_is_missing(
-    storage: str, missing: str
+    storage: str, layout: dict[str, object], missing: str
 ) -> None:
-    given = {key: value for key, value in LAYOUT.items() if key != missing}
-    assert make_config({**LAYOUT, "storage": storage}).model.missing_flags == []
+    given = {key: value for key, value in layout.items() if key != missing}
+    assert make_config({**layout, "storage": storage}).model.missing_flags == []
     error = refusal({**given, "storage": storage})
     assert error.field == OPTIONS[missing].flag
     assert f"give {OPTIONS[missing].flag}, or a --model-config" in str(error)
@@ -186,8 +199,42 @@ def test_a_model_config_replaces_the_layout_flags_but_not_the_dtype() -> None:
     config = make_config({"model_config": "/m/config.json", "dtype": "float16"})
     assert str(config.model.model_config_path) == "/m/config.json"
     assert config.model.missing_flags == []
-    error = refusal({"model_config": "/m/config.json", "head_dim": 8})
-    assert error.field == "--head-dim"
+    for key in ("num_layers", "num_kv_heads", "head_dim", "latent_dim", "rope_dim"):
+        error = refusal({"model_config": "/m/config.json", key: 8})
+        assert error.field == OPTIONS[key].flag
+
+
+@pytest.mark.parametrize(
+    ("values", "flag"),
+    [
+        ({**LATENT_LAYOUT, "num_kv_heads": 1}, "--num-kv-heads"),
+        ({**LATENT_LAYOUT, "head_dim": 12}, "--head-dim"),
+        ({**LAYOUT, "rope_dim": 4}, "--num-kv-heads"),
+        ({**LATENT_LAYOUT, "kv_dtype": "int8"}, "--kv-dtype"),
+        ({**MINIMAL, "kv_dtype": "int8"}, "--kv-dtype"),
+        ({**LAYOUT, "kv_scales": "tensor"}, "--kv-scales"),
+        ({**LAYOUT, "kv_dtype": "int8", "kv_scales": "tensor"}, "--kv-scale-file"),
+        ({**LAYOUT, "kv_scale_file": "s.json"}, "--kv-scale-file"),
+        ({**LAYOUT, "kv_dtype": "int8", "kv_scale_file": "s.json"}, "--kv-scale-file"),
+    ],
+)
+def test_kinds_of_kv_that_exclude_each_other_are_refused(
+    values: dict[str, object], flag: str
+) -> None:
+    assert refusal(values).field == flag
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"kv_dtype": "int8"},
+        {"kv_dtype": "float8_e4m3", "kv_scales": "tensor"},
+        {"kv_dtype": "int8", "kv_scales": "tensor", "kv_scale_file": "s.json"},
+    ],
+)
+def test_kv_may_be_quantised(values: dict[str, object]) -> None:
+    make_config({**LAYOUT, **values})
+    make_config({"model_config": "/m/config.json", **values})
 
 
 @pytest.mark.parametrize("address", ["0.0.0.0:1", "[::]:1", "10.0.0.1:0", "gpu-1:50051"])

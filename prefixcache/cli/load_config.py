@@ -96,9 +96,13 @@ def _check_host(config: ServeConfig) -> None:
                 check_socket_folder(address)
             except ValueError as error:
                 raise InvalidArgumentError("--listen", str(error)) from None
-    model_config = config.model.model_config_path
-    if model_config is not None and not model_config.is_file():
-        raise InvalidArgumentError("--model-config", f"{model_config} is not a file")
+    files = {
+        "--model-config": config.model.model_config_path,
+        "--kv-scale-file": config.model.kv_scale_file,
+    }
+    for flag, path in files.items():
+        if path is not None and not path.is_file():
+            raise InvalidArgumentError(flag, f"{path} is not a file")
 
 
 def _with_origin(error: InvalidArgumentError, origins: Mapping[str, str]) -> InvalidArgumentError:

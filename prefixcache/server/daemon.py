@@ -20,6 +20,7 @@ from prefixcache.core.pool import Pool
 from prefixcache.core.sequences import Sequences
 from prefixcache.errors import InvalidArgumentError
 from prefixcache.rpc._pb import cache_pb2
+from prefixcache.storage.fixed_scales import FixedScales
 from prefixcache.storage.layout import Layout, fingerprint
 
 if TYPE_CHECKING:
@@ -46,12 +47,16 @@ class CacheOptions:
 
 @dataclass(frozen=True, slots=True)
 class ModelOptions:
-    """Whose K/V the pool holds. `layout` None: none, the clients own their memory."""
+    """Whose K/V the pool holds. `layout` None: none, the clients own their memory.
+
+    scales: of a layout that is quantised with one scale a tensor, else None.
+    """
 
     layout: Layout | None = None
     device: str = "cpu"
     name: str = ""
     revision: str = ""
+    scales: FixedScales | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +120,8 @@ class Daemon:
         from prefixcache.engine import Engine
         from prefixcache.storage.pool_memory import PoolMemory
 
-        return Engine(self.sequences, PoolMemory(model.layout, num_blocks, model.device))
+        memory = PoolMemory(model.layout, num_blocks, model.device, model.scales)
+        return Engine(self.sequences, memory)
 
     def _make_info(
         self, cache: CacheOptions, model: ModelOptions, limits: LimitOptions, verify: bool

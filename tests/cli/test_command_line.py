@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import subprocess
 import sys
@@ -190,6 +191,13 @@ def test_a_part_of_the_daemon_that_refuses_a_value_is_reported_under_its_flag(
     assert capsys.readouterr().err.startswith("prefixcache: --num-blocks: needs 5 bytes")
 
 
+TENSOR_SCALES = ["--kv-dtype", "int8", "--kv-scales", "tensor", "--kv-scale-file"]
+LATENT_CONFIG = {
+    "num_hidden_layers": 2,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "torch_dtype": "bfloat16",
+}
 LAYOUT = ["--num-layers", "4096", "--num-kv-heads", "1", "--head-dim", "1024", "--dtype", "float32"]
 
 
@@ -197,24 +205,27 @@ LAYOUT = ["--num-layers", "4096", "--num-kv-heads", "1", "--head-dim", "1024", "
     ("arguments", "problem"),
     [
         ([*LAYOUT, "--memory", "64TiB"], "--memory: needs 70,368,744,177,664 bytes of cpu"),
-        (["--model-config", "{empty}"], "--model-config: num_attention_heads: "),
+        (["--model-config", "{empty}"], "--model-config: num_hidden_layers: "),
         ([*LAYOUT, "--storage", "cuda"], "--storage: cuda is asked for, and torch sees no GPU"),
+        (["--model-config", "{latent}", "--kv-dtype", "int8"], "--kv-dtype: must be auto for mult"),
+        ([*LAYOUT, *TENSOR_SCALES, "{empty}"], "--kv-scale-file: {empty}: not a JSON object of"),
     ],
-    ids=["memory", "model-config", "no-gpu"],
+    ids=["memory", "model-config", "no-gpu", "quantised latents", "scale file"],
 )
 def test_a_start_that_cannot_be_is_refused_under_the_flag_that_was_given(
     arguments: list[str], problem: str, tmp_path: Path
 ) -> None:
-    empty = tmp_path / "config.json"
+    empty, latent = tmp_path / "config.json", tmp_path / "latent.json"
     empty.write_text("{}")
+    latent.write_text(json.dumps(LATENT_CONFIG))
     done = run(
         "serve",
         *("--listen", f"unix:{tmp_path / 'p.sock'}", "--storage", "cpu"),
-        *(argument.format(empty=empty) for argument in arguments),
+        *(argument.format(empty=empty, latent=latent) for argument in arguments),
         CUDA_VISIBLE_DEVICES="",
     )
     assert done.returncode == 2
-    assert done.stderr.startswith(f"prefixcache: {problem}")
+    assert done.stderr.startswith(f"prefixcache: {problem.format(empty=empty)}")
     assert done.stderr.count("\n") == 1
 
 

@@ -27,6 +27,8 @@ NOT_DEFAULT: dict[str, object] = {
     "num_kv_heads": 3,
     "head_dim": 8,
     "dtype": "float16",
+    "kv_dtype": "float8_e4m3",
+    "kv_scales": "tensor",
     "prefix_caching": False,
     "hash_algorithm": "xxh3",
     "verify_hits": False,
@@ -38,7 +40,16 @@ NOT_DEFAULT: dict[str, object] = {
     "log_level": "debug",
 }
 """A value for each setting but the secret and those that exclude one of these."""
-EXCLUDED = {"memory", "gpu_memory_fraction", "model_config", "hash_seed"}
+EXCLUDED = {
+    "memory",
+    "gpu_memory_fraction",
+    "model_config",
+    "latent_dim",
+    "rope_dim",
+    "kv_scale_file",
+    "hash_seed",
+}
+HEADS = {"num_layers": 1, "num_kv_heads": 1, "head_dim": 1, "dtype": "float32"}
 
 
 @pytest.fixture(autouse=True)
@@ -104,25 +115,56 @@ def test_every_setting_means_the_same_in_flag_environment_and_file(
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("memory", "3MiB"), ("gpu_memory_fraction", "0.5"), ("hash_seed", "s" * 16)],
+    [
+        ("memory", "3MiB"),
+        ("gpu_memory_fraction", "0.5"),
+        ("hash_seed", "s" * 16),
+        ("kv_scale_file", __file__),
+    ],
 )
 def test_settings_that_exclude_others_come_from_everywhere_too(
     key: str, value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    layout = {"num_layers": 1, "num_kv_heads": 1, "head_dim": 1, "dtype": "float32"}
-    from_flag = values_of(load_config({**layout, key: value}, None))
+    others: dict[str, object] = dict(HEADS)
+    if key == "kv_scale_file":
+        others |= {"kv_dtype": "int8", "kv_scales": "tensor"}
+    from_flag = values_of(load_config({**others, key: value}, None))
     path = file_with(tmp_path, f"{key} = {as_toml(value)}")
-    assert values_of(load_config(layout, path)) == from_flag
+    assert values_of(load_config(others, path)) == from_flag
     monkeypatch.setenv(OPTIONS[key].env, value)
-    assert values_of(load_config(layout, None)) == from_flag
+    assert values_of(load_config(others, None)) == from_flag
 
 
-def test_a_model_config_must_be_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PREFIXCACHE_MODEL_CONFIG", str(tmp_path / "config.json"))
-    with pytest.raises(InvalidArgumentError, match=r"--model-config: .*not a file"):
-        load_config({}, None)
-    (tmp_path / "config.json").write_text("{}")
-    assert load_config({}, None).config.model.model_config_path == tmp_path / "config.json"
+def test_the_shape_of_latents_comes_from_everywhere_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    others = {"num_layers": 1, "dtype": "float32"}
+    from_flags = values_of(load_config({**others, "latent_dim": "512", "rope_dim": "64"}, None))
+    assert (from_flags["latent_dim"], from_flags["rope_dim"]) == (512, 64)
+    path = file_with(tmp_path, "latent_dim = 512\nrope_dim = 64")
+    assert values_of(load_config(others, path)) == from_flags
+    monkeypatch.setenv("PREFIXCACHE_LATENT_DIM", "512")
+    monkeypatch.setenv("PREFIXCACHE_ROPE_DIM", "64")
+    assert values_of(load_config(others, None)) == from_flags
+
+
+@pytest.mark.parametrize(
+    ("key", "others"),
+    [
+        ("model_config", {}),
+        ("kv_scale_file", {**HEADS, "kv_dtype": "int8", "kv_scales": "tensor"}),
+    ],
+)
+def test_a_file_that_is_named_must_be_there(
+    key: str, others: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, option = tmp_path / "named.json", OPTIONS[key]
+    monkeypatch.setenv(option.env, str(path))
+    with pytest.raises(InvalidArgumentError, match=rf"{option.flag}: .*not a file") as refused:
+        load_config(others, None)
+    assert refused.value.field == option.flag
+    path.write_text("{}")
+    assert option.value_in(load_config(others, None).config) == path
 
 
 def test_the_file_can_be_named_by_the_environment_and_the_flag_wins(
