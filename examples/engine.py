@@ -22,7 +22,7 @@ import torch
 from transformers import AttentionInterface, PreTrainedModel
 
 from prefixcache.client import Client, Sequence
-from prefixcache.types import CacheUse, ResultCode
+from prefixcache.types import AttentionOptions, CacheUse, ResultCode
 
 ATTENTION_NAME = "prefixcache"
 
@@ -77,11 +77,11 @@ def attend(
     `step` is the keyword argument that `Engine` gave to the model, which hands it on.
     """
     q, k, v = (tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value))
-    layer = cast(int, module.layer_idx)
+    layer, options = cast(int, module.layer_idx), AttentionOptions(scale=scaling)
     if step.phase is Phase.PREFILL:
-        out = step.client.prefill(layer, step.sequences, step.num_tokens, q, k, v, scale=scaling)
+        out = step.client.prefill(layer, step.sequences, step.num_tokens, q, k, v, options)
     else:
-        out = step.client.decode(layer, step.sequences, q, k, v, scale=scaling)
+        out = step.client.decode(layer, step.sequences, q, k, v, options)
     return out.unsqueeze(0), None
 
 

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     )
     from prefixcache.types import (
         AppendResult,
+        AttentionOptions,
         BlockCopy,
         CacheUse,
         CommitResult,
@@ -47,6 +48,7 @@ __all__ = [
     "AsyncClient",
     "AsyncSequence",
     "AsyncStepStream",
+    "AttentionOptions",
     "BlockCopy",
     "CacheUse",
     "Client",

@@ -7,23 +7,31 @@ keep the blocks in place. Safe to call from many threads.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import numpy as np
 import torch
 
-from prefixcache.attention.batch import AttentionBatch, make_batch
+from prefixcache.attention.batch import AttentionBatch
+from prefixcache.attention.checks import check_options
 from prefixcache.attention.copy_blocks import copy_blocks
 from prefixcache.attention.decode import decode
 from prefixcache.attention.prefill import prefill
+from prefixcache.attention.step_batches import StepBatches
 from prefixcache.attention.write_kv import write_kv
-from prefixcache.core.sequence import AppendRow, AttentionTicket
+from prefixcache.core.sequence import AppendRow
 from prefixcache.core.sequences import Sequences
 from prefixcache.errors import InvalidArgumentError
 from prefixcache.storage.kv_cache import KVCache
+from prefixcache.storage.layout import Layout
 from prefixcache.storage.pool_memory import PoolMemory
 from prefixcache.types import AppendResult, AttentionOptions, HostTensor
 
 Attend = Callable[[torch.Tensor, KVCache, AttentionBatch, AttentionOptions], torch.Tensor]
+Columns: TypeAlias = tuple[list[int], list[int], list[int]]
+"""Sequence ids, start positions and token counts of a call, `[S]` each."""
+NewTokens: TypeAlias = tuple[HostTensor, HostTensor, HostTensor | None]
+"""q, k and v of a call; no v for latent K/V."""
 
 
 class Engine:
@@ -31,6 +39,7 @@ class Engine:
 
     def __init__(self, sequences: Sequences, memory: PoolMemory) -> None:
         self._sequences = sequences
+        self._batches = StepBatches(memory.layout.block_size)
         self.memory = memory
 
     def append(self, owner: bytes, rows: Sequence[AppendRow]) -> list[AppendResult]:
@@ -59,14 +68,15 @@ class Engine:
         self,
         owner: bytes,
         layer: int,
-        columns: tuple[list[int], list[int], list[int]],
-        tensors: tuple[HostTensor, HostTensor, HostTensor],
+        columns: Columns,
+        tensors: NewTokens,
         options: AttentionOptions,
     ) -> HostTensor:
         """Write K/V of new tokens of one layer and attend over all tokens so far.
 
         columns: sequence ids, start positions and token counts, `[S]` each. tensors: q
-        `[T, Hq, D]`, k and v `[T, Hkv, D]`, of the storage's dtype. Returns out `[T, Hq, D]`.
+        `[T, Hq, D]`, k `[T, Hkv, D]` and v `[T, Hkv, Dv]`, of the layout's dtype; v is None for
+        latent K/V, which need a scale. Returns out `[T, Hq, Dv]`.
         Raises InvalidArgumentError and the errors of `Sequences.begin_attention`; nothing has
         been written then.
         """
@@ -76,8 +86,8 @@ class Engine:
         self,
         owner: bytes,
         layer: int,
-        columns: tuple[list[int], list[int], list[int]],
-        tensors: tuple[HostTensor, HostTensor, HostTensor],
+        columns: Columns,
+        tensors: NewTokens,
         options: AttentionOptions,
     ) -> HostTensor:
         """`prefill` for one or a few tokens of each of many sequences."""
@@ -88,20 +98,29 @@ class Engine:
         attend: Attend,
         owner: bytes,
         layer: int,
-        columns: tuple[list[int], list[int], list[int]],
-        tensors: tuple[HostTensor, HostTensor, HostTensor],
+        columns: Columns,
+        tensors: NewTokens,
         options: AttentionOptions,
     ) -> HostTensor:
         layout = self.memory.layout
         if not 0 <= layer < layout.num_layers:
             raise InvalidArgumentError("layer", f"is {layer}, must be below {layout.num_layers}")
-        q, k, v = self._check_tensors(tensors, sum(columns[2]))
+        _check_tensors(layout, tensors, sum(columns[2]))
+        cache = self.memory.layer(layer)
+        check_options(options, tensors[0].shape[1], is_latent=cache.is_latent)
+        q, k = self._to_device(tensors[0]), self._to_device(tensors[1])
+        v = None if tensors[2] is None else self._to_device(tensors[2])
         with self._sequences.lock:
             ticket = self._sequences.begin_attention(owner, layer, *columns)
         written = False
         try:
-            batch = _batch_of(ticket, layout.block_size)
-            cache = self.memory.layer(layer)
+            batch = self._batches.batch_for(
+                columns[0],
+                [row.block_table for row in ticket.rows],
+                columns[1],
+                columns[2],
+                [row.first_writable for row in ticket.rows],
+            )
             write_kv(cache, k, v, batch.slot_mapping)
             out = _to_host(attend(q, cache, batch, options))
             written = True
@@ -110,45 +129,37 @@ class Engine:
                 self._sequences.end_attention(ticket, written=written)
         return out
 
-    def _check_tensors(
-        self, tensors: tuple[HostTensor, HostTensor, HostTensor], num_tokens: int
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        layout = self.memory.layout
-        heads = layout.num_kv_heads
-        for name, tensor in zip("qkv", tensors, strict=True):
-            if tensor.dtype != layout.dtype:
-                raise InvalidArgumentError(
-                    f"{name}.data_type", f"is {tensor.dtype}, the storage is {layout.dtype}"
-                )
-            fits = len(tensor.shape) == 3 and tensor.shape[::2] == (num_tokens, layout.head_dim)
-            num_heads = tensor.shape[1] if len(tensor.shape) == 3 else 0
-            heads_fit = (
-                num_heads > 0 and num_heads % heads == 0 if name == "q" else num_heads == heads
-            )
-            if not fits or not heads_fit:
-                wanted = f"a multiple of {heads}" if name == "q" else str(heads)
-                raise InvalidArgumentError(
-                    f"{name}.shape",
-                    f"is {list(tensor.shape)}, must be [{num_tokens}, {wanted}, {layout.head_dim}]",
-                )
-        q, k, v = (self._to_device(tensor) for tensor in tensors)
-        return q, k, v
-
     def _to_device(self, tensor: HostTensor) -> torch.Tensor:
         # frombuffer needs a writable buffer, and empty ones are refused.
         flat = torch.frombuffer(bytearray(tensor.data), dtype=self.memory.dtype)
         return flat.reshape(tensor.shape).to(self.memory.device)
 
 
-def _batch_of(ticket: AttentionTicket, block_size: int) -> AttentionBatch:
-    rows = ticket.rows
-    return make_batch(
-        [row.block_table for row in rows],
-        [row.start_position for row in rows],
-        [row.num_tokens for row in rows],
-        [row.first_writable for row in rows],
-        block_size,
-    )
+def _check_tensors(layout: Layout, tensors: NewTokens, num_tokens: int) -> None:
+    q, k, v = tensors
+    if layout.kind == "latent" and v is not None:
+        raise InvalidArgumentError("v", "is a part of k in latent K/V, and must be left out")
+    if layout.kind != "latent" and v is None:
+        raise InvalidArgumentError("v", "is missing")
+    heads = layout.num_kv_heads
+    _check_tensor("q", q, (num_tokens, heads, layout.head_dim), layout.dtype)
+    _check_tensor("k", k, (num_tokens, heads, layout.head_dim), layout.dtype)
+    if v is not None:
+        _check_tensor("v", v, (num_tokens, heads, layout.value_dim), layout.dtype)
+
+
+def _check_tensor(name: str, tensor: HostTensor, shape: tuple[int, int, int], dtype: str) -> None:
+    """q may have a multiple of the heads."""
+    if tensor.dtype != dtype:
+        raise InvalidArgumentError(f"{name}.data_type", f"is {tensor.dtype}, must be {dtype}")
+    num_tokens, heads, dim = shape
+    num_heads = tensor.shape[1] if len(tensor.shape) == 3 else 0
+    heads_fit = num_heads == heads or (name == "q" and num_heads and num_heads % heads == 0)
+    if not heads_fit or tensor.shape[::2] != (num_tokens, dim):
+        wanted = f"a multiple of {heads}" if name == "q" else str(heads)
+        raise InvalidArgumentError(
+            f"{name}.shape", f"is {list(tensor.shape)}, must be [{num_tokens}, {wanted}, {dim}]"
+        )
 
 
 def _to_host(tensor: torch.Tensor) -> HostTensor:

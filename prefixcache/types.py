@@ -139,6 +139,9 @@ class AttentionOptions:
         return head_dim**-0.5 if self.scale is None else self.scale
 
 
+PLAIN_ATTENTION = AttentionOptions()
+
+
 @dataclass(frozen=True, slots=True)
 class HostTensor:
     """A dense tensor in host memory: row-major, little-endian bytes.

@@ -21,12 +21,11 @@ def info(
         print_rows(list(_rows(answer)))
 
 
-def _rows(answer: object) -> Iterator[tuple[str, str]]:
+def _rows(answer: object, prefix: str = "") -> Iterator[tuple[str, str]]:
     assert is_dataclass(answer)
     for field in fields(answer):
-        value = getattr(answer, field.name)
-        if not is_dataclass(value):
-            yield label(field.name), show(field.name, value)
-            continue
-        for part in fields(value):
-            yield f"{field.name} {label(part.name)}", show(part.name, getattr(value, part.name))
+        value, name = getattr(answer, field.name), prefix + label(field.name)
+        if is_dataclass(value):
+            yield from _rows(value, f"{name} ")
+        else:
+            yield name, show(field.name, value)

@@ -42,7 +42,9 @@ from prefixcache.errors import (
 )
 from prefixcache.rpc.status import from_rpc_error
 from prefixcache.types import (
+    PLAIN_ATTENTION,
     AppendResult,
+    AttentionOptions,
     CacheUse,
     CommitResult,
     ExtraKeys,
@@ -258,17 +260,18 @@ class AsyncClient:
         num_tokens: npt.ArrayLike,
         q: TensorT,
         k: TensorT,
-        v: TensorT,
-        scale: float | None = None,
+        v: TensorT | None,
+        options: AttentionOptions = PLAIN_ATTENTION,
         *,
         timeout_s: float | None = None,
     ) -> TensorT:
         """Attention of new tokens in one layer; their K/V go into the daemon's blocks.
 
         num_tokens: of each sequence, at least 1; T is their sum, rows one after the other.
-        q: [T, Hq, D]; k, v: [T, Hkv, D], in the dtype of the K/V storage.
-        scale: factor of q·k, 1/sqrt(D) by default.
-        Returns [T, Hq, D], causal over all tokens so far, cached ones included; of q's kind and
+        q: [T, Hq, D]; k: [T, Hkv, D]; v: [T, Hkv, Dv], in the layout's dtype, over quantised
+            storage too. v is None for latent K/V (see `LatentLayout`), where it is a part of k.
+        options: scale, window, soft cap, ALiBi, sinks. Latent K/V need a scale.
+        Returns [T, Hq, Dv], causal over all tokens so far, cached ones included; of q's kind and
         on its device.
 
         Each layer goes on where it stands; a prompt may come in chunks. One bad row fails the
@@ -276,7 +279,7 @@ class AsyncClient:
         WrongPositionError, BeyondTokensError, NoStorageError or InvalidArgumentError.
         """
         call = attention_calls.prefill(
-            self._owner, layer, _states(sequences), num_tokens, (q, k, v), scale
+            self._owner, layer, _states(sequences), num_tokens, (q, k, v), options
         )
         return await self._call(call, timeout_s)
 
@@ -286,8 +289,8 @@ class AsyncClient:
         sequences: Rows[AsyncSequence],
         q: TensorT,
         k: TensorT,
-        v: TensorT,
-        scale: float | None = None,
+        v: TensorT | None,
+        options: AttentionOptions = PLAIN_ATTENTION,
         num_tokens: npt.ArrayLike | None = None,
         *,
         timeout_s: float | None = None,
@@ -296,7 +299,7 @@ class AsyncClient:
         if num_tokens is None:
             num_tokens = [1] * len(sequences)
         call = attention_calls.decode(
-            self._owner, layer, _states(sequences), num_tokens, (q, k, v), scale
+            self._owner, layer, _states(sequences), num_tokens, (q, k, v), options
         )
         return await self._call(call, timeout_s)
 

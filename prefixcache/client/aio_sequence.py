@@ -16,7 +16,13 @@ from prefixcache.client import attention_calls, sequence_calls
 from prefixcache.client.sequence_state import SequenceState, SequenceView
 from prefixcache.client.tensors import TensorT
 from prefixcache.errors import PrefixCacheError
-from prefixcache.types import AppendResult, CommitResult, ExtraKeys
+from prefixcache.types import (
+    PLAIN_ATTENTION,
+    AppendResult,
+    AttentionOptions,
+    CommitResult,
+    ExtraKeys,
+)
 
 if TYPE_CHECKING:
     from prefixcache.client.aio import AsyncClient
@@ -124,14 +130,14 @@ class AsyncSequence(SequenceView):
         layer: int,
         q: TensorT,
         k: TensorT,
-        v: TensorT,
-        scale: float | None = None,
+        v: TensorT | None,
+        options: AttentionOptions = PLAIN_ATTENTION,
         *,
         timeout_s: float | None = None,
     ) -> TensorT:
         """`AsyncClient.prefill` of this sequence alone, with all T tokens of q."""
         call = attention_calls.prefill(
-            self._client._owner, layer, [self._state], None, (q, k, v), scale
+            self._client._owner, layer, [self._state], None, (q, k, v), options
         )
         return await self._client._call(call, timeout_s)
 
@@ -140,14 +146,14 @@ class AsyncSequence(SequenceView):
         layer: int,
         q: TensorT,
         k: TensorT,
-        v: TensorT,
-        scale: float | None = None,
+        v: TensorT | None,
+        options: AttentionOptions = PLAIN_ATTENTION,
         *,
         timeout_s: float | None = None,
     ) -> TensorT:
         """`AsyncClient.decode` of this sequence alone, with all T tokens of q."""
         call = attention_calls.decode(
-            self._client._owner, layer, [self._state], None, (q, k, v), scale
+            self._client._owner, layer, [self._state], None, (q, k, v), options
         )
         return await self._client._call(call, timeout_s)
 

@@ -18,9 +18,8 @@ from prefixcache.client.columns import uint32, uint32_column
 from prefixcache.client.results import SequenceInfo, SequencePage, ServerInfo
 from prefixcache.core.stats import PoolStats
 from prefixcache.errors import InvalidArgumentError
-from prefixcache.rpc.codec import extra_keys_to_wire
+from prefixcache.rpc.codec import extra_keys_to_wire, layout_from_wire
 from prefixcache.rpc.wire import column32, twin
-from prefixcache.storage.layout import KVLayout
 from prefixcache.types import (
     ExtraKeys,
     FullHit,
@@ -68,13 +67,7 @@ def server_info(expected_fingerprint: bytes | None) -> Call[ServerInfo]:
 def _read_server_info(reply: Any) -> ServerInfo:
     layout = None
     if reply.HasField("layout"):
-        layout = KVLayout(
-            num_layers=reply.layout.num_layers,
-            num_kv_heads=reply.layout.num_kv_heads,
-            head_dim=reply.layout.head_dim,
-            block_size=reply.block_size,
-            dtype=reply.layout.dtype,
-        )
+        layout = layout_from_wire(reply.layout, reply.block_size)
     return ServerInfo(
         api_version=reply.api_version,
         version=reply.server_version,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from prefixcache.storage.layout import KVLayout
+from prefixcache.storage.layout import Layout
 from prefixcache.types import SequenceId
 
 
@@ -17,8 +17,8 @@ class ServerInfo:
     """Of the daemon."""
     boot_id: bytes
     """16 random bytes, new at each start; sequences of another boot are unknown."""
-    layout: KVLayout | None
-    """Shape of the K/V storage; None without (`--storage none`)."""
+    layout: Layout | None
+    """Shape of the K/V storage, KVLayout or LatentLayout; None without (`--storage none`)."""
     fingerprint: bytes
     """32 bytes: digest of model, revision, layout, block size and hash recipe."""
     num_blocks: int

@@ -6,14 +6,22 @@ by the servicers; here only what cannot be converted raises.
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 from prefixcache.errors import InvalidArgumentError
 from prefixcache.rpc._pb import attention_pb2, cache_pb2
 from prefixcache.rpc.wire import twin
-from prefixcache.storage.layout import DTYPE_BYTES
+from prefixcache.storage.layout import (
+    DTYPE_BYTES,
+    KVLayout,
+    LatentLayout,
+    Layout,
+    Quantization,
+)
 from prefixcache.types import (
     NO_EXTRA_KEYS,
+    AttentionOptions,
     ExtraKeys,
     HostTensor,
     Lora,
@@ -29,6 +37,7 @@ _DATA_TYPES = {
     "float16": attention_pb2.DATA_TYPE_FLOAT16,
     "bfloat16": attention_pb2.DATA_TYPE_BFLOAT16,
 }
+_OPTIONS_OF_HEADS = ("alibi_slopes", "sinks")
 _DTYPES = {value: name for name, value in _DATA_TYPES.items()}
 
 
@@ -66,6 +75,73 @@ def extra_keys_to_wire(extra_keys: ExtraKeys) -> Any:
             offset=span.offset, num_tokens=span.num_tokens, digests=span.digests
         )
     return message
+
+
+def layout_from_wire(message: Any, block_size: int) -> Layout:
+    """message: a KVLayout or its twin."""
+    if message.latent_dim:
+        return LatentLayout(
+            num_layers=message.num_layers,
+            latent_dim=message.latent_dim,
+            rope_dim=message.rope_dim,
+            block_size=block_size,
+            dtype=message.dtype,
+        )
+    quantization = None
+    if message.HasField("quantization"):
+        quantization = Quantization(message.quantization.dtype, message.quantization.scales)
+    return KVLayout(
+        num_layers=message.num_layers,
+        num_kv_heads=message.num_kv_heads,
+        head_dim=message.head_dim,
+        block_size=block_size,
+        dtype=message.dtype,
+        quantization=quantization,
+    )
+
+
+def layout_to_wire(layout: Layout) -> cache_pb2.KVLayout:
+    message = cache_pb2.KVLayout(
+        num_layers=layout.num_layers,
+        num_kv_heads=layout.num_kv_heads,
+        head_dim=layout.head_dim,
+        dtype=layout.dtype,
+        block_bytes=layout.block_bytes,
+        value_dim=layout.value_dim,
+    )
+    if isinstance(layout, LatentLayout):
+        message.latent_dim = layout.latent_dim
+        message.rope_dim = layout.rope_dim
+    elif layout.quantization is not None:
+        message.quantization.dtype = layout.quantization.dtype
+        message.quantization.scales = layout.quantization.scales
+    return message
+
+
+def options_from_wire(batch: attention_pb2.AttentionBatch) -> AttentionOptions:
+    return AttentionOptions(
+        scale=batch.scale if batch.HasField("scale") else None,
+        window=batch.window if batch.HasField("window") else None,
+        soft_cap=batch.soft_cap if batch.HasField("soft_cap") else None,
+        alibi_slopes=tuple(batch.alibi_slopes),
+        sinks=tuple(batch.sinks),
+    )
+
+
+def set_options(batch: Any, options: AttentionOptions) -> None:
+    """Fill an AttentionBatch or its twin.
+
+    Raises InvalidArgumentError, naming the field, for what it cannot hold.
+    """
+    for field in fields(options):
+        name, value = field.name, getattr(options, field.name)
+        try:
+            if name in _OPTIONS_OF_HEADS:
+                getattr(batch, name).extend(value)
+            elif value is not None:
+                setattr(batch, name, value)
+        except (TypeError, ValueError) as error:
+            raise InvalidArgumentError(name, str(error)) from error
 
 
 def tensor_from_wire(message: attention_pb2.Tensor, field: str) -> HostTensor:

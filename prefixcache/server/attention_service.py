@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from prefixcache.errors import InvalidArgumentError, NoStorageError
@@ -11,7 +10,6 @@ from prefixcache.rpc._pb import attention_pb2
 from prefixcache.rpc.wire import twin
 from prefixcache.server import checks
 from prefixcache.server.daemon import Daemon
-from prefixcache.types import AttentionOptions
 
 
 class AttentionService:
@@ -40,12 +38,8 @@ def _arguments(request: attention_pb2.PrefillRequest | attention_pb2.DecodeReque
     checks.distinct(batch.sequence_ids)
     if 0 in batch.num_tokens:
         raise InvalidArgumentError("num_tokens", "is 0 in some row")
-    scale = batch.scale if batch.HasField("scale") else None
-    if scale is not None and not math.isfinite(scale):
-        raise InvalidArgumentError("scale", f"is {scale}")
-    tensors = tuple(
-        codec.tensor_from_wire(tensor, name)
-        for name, tensor in (("q", request.q), ("k", request.k), ("v", request.v))
-    )
+    q = codec.tensor_from_wire(request.q, "q")
+    k = codec.tensor_from_wire(request.k, "k")
+    v = codec.tensor_from_wire(request.v, "v") if request.HasField("v") else None
     columns = (list(batch.sequence_ids), list(batch.start_positions), list(batch.num_tokens))
-    return owner, batch.layer, columns, tensors, AttentionOptions(scale=scale)
+    return owner, batch.layer, columns, (q, k, v), codec.options_from_wire(batch)

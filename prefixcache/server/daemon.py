@@ -20,6 +20,7 @@ from prefixcache.core.pool import Pool
 from prefixcache.core.sequences import Sequences
 from prefixcache.errors import InvalidArgumentError
 from prefixcache.rpc._pb import cache_pb2
+from prefixcache.rpc.codec import layout_to_wire
 from prefixcache.storage.fixed_scales import FixedScales
 from prefixcache.storage.layout import Layout, fingerprint
 
@@ -159,13 +160,3 @@ class Daemon:
             owner_ttl_s=cache.owner_ttl_s,
             core=FORM,
         )
-
-
-def layout_to_wire(layout: Layout) -> cache_pb2.KVLayout:
-    return cache_pb2.KVLayout(
-        num_layers=layout.num_layers,
-        num_kv_heads=layout.num_kv_heads,
-        head_dim=layout.head_dim,
-        dtype=layout.dtype,
-        block_bytes=layout.block_bytes,
-    )

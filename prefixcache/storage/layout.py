@@ -19,7 +19,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, TypeAlias
 
 import cbor2
@@ -60,8 +60,7 @@ class KVLayout:
     below 1 or another dtype.
     """
 
-    kind: ClassVar[str] = "kv"
-
+    kind: str = field(default="kv", init=False, repr=False)
     num_layers: int
     num_kv_heads: int
     head_dim: int
@@ -138,11 +137,11 @@ class LatentLayout:
     below 1 or another dtype.
     """
 
-    kind: ClassVar[str] = "latent"
     quantization: ClassVar[None] = None
     scales_shape: ClassVar[None] = None
     num_kv_heads: ClassVar[int] = 1
 
+    kind: str = field(default="latent", init=False, repr=False)
     num_layers: int
     latent_dim: int
     rope_dim: int

@@ -19,7 +19,7 @@ from prefixcache.cli.stats import follow
 from prefixcache.client import ServerInfo
 from prefixcache.core.stats import PoolStats
 from prefixcache.errors import DeadlineExceededError, UnavailableError
-from prefixcache.storage.layout import KVLayout
+from prefixcache.storage.layout import KVLayout, LatentLayout, Quantization
 from prefixcache.types import ExtraKeys, FullHit, LookupResult, Lora
 
 INFO = ServerInfo(
@@ -68,6 +68,7 @@ LOOKUP = LookupResult(32, 2, 1, 5, (b"\x01" * 32, b"\x02" * 32))
 class FakeClient:
     """Answers with the constants above and keeps what it was asked."""
 
+    info: ServerInfo = INFO
     made: list[tuple[str, float]]
     lookups: list[tuple[list[int], dict[str, Any]]]
     error: Exception | None
@@ -84,7 +85,7 @@ class FakeClient:
     def server_info(self) -> ServerInfo:
         if FakeClient.error is not None:
             raise FakeClient.error
-        return INFO
+        return self.info
 
     def stats(self) -> PoolStats:
         return STATS
@@ -162,7 +163,15 @@ def test_info_as_json_has_every_field(capsys: pytest.CaptureFixture[str]) -> Non
     printed = json.loads(run(capsys, "info", "--json"))
     assert printed.keys() == {field.name for field in dataclasses.fields(ServerInfo)}
     assert printed["boot_id"] == "000102030405060708090a0b0c0d0e0f"
-    assert printed["layout"]["head_dim"] == 64
+    assert printed["layout"] == {
+        "kind": "kv",
+        "num_layers": 2,
+        "num_kv_heads": 3,
+        "head_dim": 64,
+        "block_size": 16,
+        "dtype": "bfloat16",
+        "quantization": None,
+    }
     assert printed["capabilities"] == ["attention"]
 
 
@@ -176,6 +185,23 @@ def test_info_for_people_has_units_and_the_layout(capsys: pytest.CaptureFixture[
     assert rows["hash seeded"] == "no"
     assert rows["model name"] == "-"
     assert rows["fingerprint"] == "ab" * 32
+
+
+def test_info_shows_the_kind_of_kv(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = rows_of(run(capsys, "info"))
+    assert (rows["layout kind"], rows["layout quantization"]) == ("kv", "-")
+    quantised = dataclasses.replace(INFO.layout, quantization=Quantization("int8", "tensor"))
+    for layout, expected in (
+        (quantised, {"layout quantization dtype": "int8", "layout quantization scales": "tensor"}),
+        (
+            LatentLayout(2, 512, 64, 16, "bfloat16"),
+            {"layout kind": "latent", "layout latent dim": "512", "layout rope dim": "64"},
+        ),
+    ):
+        monkeypatch.setattr(FakeClient, "info", dataclasses.replace(INFO, layout=layout))
+        assert expected.items() <= rows_of(run(capsys, "info")).items()
 
 
 def test_stats_as_json_has_every_counter_and_the_ratios(

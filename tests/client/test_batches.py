@@ -11,6 +11,7 @@ from prefixcache.errors import InvalidArgumentError, UnavailableError
 from prefixcache.rpc._pb import admin_pb2, cache_pb2
 from prefixcache.types import (
     AppendResult,
+    AttentionOptions,
     BlockCopy,
     ExtraKeys,
     Lora,
@@ -82,7 +83,9 @@ def test_a_batch_commit_reports_each_row(client, fake):
 
 def test_a_batch_of_attention_has_a_row_a_sequence(client, fake):
     sequences = _three(client, fake)
-    out = client.prefill(0, sequences, [4, 4, 4], _q(12), _q(12), _q(12), 0.25)
+    out = client.prefill(
+        0, sequences, [4, 4, 4], _q(12), _q(12), _q(12), AttentionOptions(scale=0.25)
+    )
     assert out.shape == (12, 2, 8)
     client.decode(0, sequences, _q(3), _q(3), _q(3))
     client.decode(0, sequences, _q(6), _q(6), _q(6), num_tokens=[1, 2, 3])

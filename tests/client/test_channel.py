@@ -20,7 +20,15 @@ from prefixcache.errors import (
 )
 from prefixcache.rpc import wire
 from prefixcache.rpc._pb import cache_pb2
-from tests.client.fake_daemon import HANG, allocated, fake_daemon, info_reply
+from prefixcache.storage.layout import KVLayout, LatentLayout, Quantization
+from tests.client.fake_daemon import (
+    BLOCK_SIZE,
+    HANG,
+    NUM_LAYERS,
+    allocated,
+    fake_daemon,
+    info_reply,
+)
 from tests.client.twins import open_client
 
 UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
@@ -246,6 +254,35 @@ def test_server_info_has_all_of_the_reply(client, fake):
     without.ClearField("layout")
     fake.will("GetServerInfo", without)
     assert client.server_info().layout is None
+
+
+@pytest.mark.parametrize(
+    ("message", "layout"),
+    [
+        (
+            {"num_kv_heads": 2, "head_dim": 8, "value_dim": 8},
+            KVLayout(NUM_LAYERS, 2, 8, BLOCK_SIZE, "float16"),
+        ),
+        (
+            {
+                "num_kv_heads": 2,
+                "head_dim": 8,
+                "value_dim": 8,
+                "quantization": cache_pb2.Quantization(dtype="int8", scales="tensor"),
+            },
+            KVLayout(NUM_LAYERS, 2, 8, BLOCK_SIZE, "float16", Quantization("int8", "tensor")),
+        ),
+        (
+            {"num_kv_heads": 1, "head_dim": 24, "value_dim": 16, "latent_dim": 16, "rope_dim": 8},
+            LatentLayout(NUM_LAYERS, 16, 8, BLOCK_SIZE, "float16"),
+        ),
+    ],
+    ids=["heads", "quantised", "latent"],
+)
+def test_server_info_says_how_kv_are_stored(client, fake, message, layout):
+    described = cache_pb2.KVLayout(num_layers=NUM_LAYERS, dtype="float16", **message)
+    fake.will("GetServerInfo", info_reply(layout=described))
+    assert client.server_info().layout == layout
 
 
 def test_a_client_outlives_a_restart_of_the_daemon(client_kind, tmp_path):

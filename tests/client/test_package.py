@@ -17,6 +17,7 @@ PUBLIC = {
     "AsyncClient",
     "AsyncSequence",
     "AsyncStepStream",
+    "AttentionOptions",
     "BlockCopy",
     "CacheUse",
     "Client",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import grpc
 import pytest
@@ -16,7 +17,9 @@ from prefixcache import engine
 from prefixcache.attention.copy_blocks import copy_blocks
 from prefixcache.rpc._pb import cache_pb2
 from prefixcache.server.daemon import CacheOptions, Daemon, ModelOptions
-from prefixcache.storage.layout import KVLayout
+from prefixcache.storage.fixed_scales import FixedScales
+from prefixcache.storage.layout import KVLayout, LatentLayout, Layout, Quantization
+from prefixcache.types import AttentionOptions
 from tests.support.daemon import running_daemon
 from tests.support.stubs import Peer, Stubs, connected
 from tests.support.tolerances import is_close
@@ -28,6 +31,7 @@ from tests.support.toy_model import (
     compute_batch,
     from_wire,
     poison,
+    poison_slots,
     split_output,
     to_wire,
 )
@@ -35,13 +39,27 @@ from tests.support.toy_model import (
 BLOCK_SIZE, NUM_BLOCKS, NUM_LAYERS = 4, 48, 3
 LAYERS = range(NUM_LAYERS)
 
-KINDS = {
-    # dtype, KV heads, query heads, head dim
-    "float32-gqa": ("float32", 2, 4, 16),
-    "float32-mha-odd": ("float32", 3, 3, 20),
-    "float16-mqa": ("float16", 1, 4, 16),
-    "bfloat16-gqa": ("bfloat16", 2, 6, 16),
+
+def heads(
+    num_kv_heads: int, head_dim: int, dtype: str, quantization: Quantization | None = None
+) -> KVLayout:
+    return KVLayout(NUM_LAYERS, num_kv_heads, head_dim, BLOCK_SIZE, dtype, quantization)
+
+
+KINDS: dict[str, tuple[Layout, int]] = {
+    # layout, query heads
+    "float32-gqa": (heads(2, 16, "float32"), 4),
+    "float32-mha-odd": (heads(3, 20, "float32"), 3),
+    "float16-mqa": (heads(1, 16, "float16"), 4),
+    "bfloat16-gqa": (heads(2, 16, "bfloat16"), 6),
+    "float8-token_head": (heads(2, 16, "bfloat16", Quantization("float8_e4m3")), 4),
+    "float8-tensor": (heads(1, 20, "float16", Quantization("float8_e4m3", "tensor")), 3),
+    "int8-token_head": (heads(3, 20, "float16", Quantization("int8")), 6),
+    "int8-tensor": (heads(2, 16, "float32", Quantization("int8", "tensor")), 4),
+    "latent": (LatentLayout(NUM_LAYERS, 24, 8, BLOCK_SIZE, "bfloat16"), 5),
 }
+"""Scales a tensor are of a range that saturates now and then."""
+FIXED_SCALES = FixedScales((0.02, 0.01, 0.03), (0.015, 0.02, 0.025))
 
 
 @dataclass(frozen=True)
@@ -65,14 +83,12 @@ class Served:
 
 
 def serve(kind: str) -> Iterator[Served]:
-    dtype, num_kv_heads, num_query_heads, head_dim = KINDS[kind]
-    layout = KVLayout(NUM_LAYERS, num_kv_heads, head_dim, BLOCK_SIZE, dtype)
-    cache = CacheOptions(NUM_BLOCKS, BLOCK_SIZE)
-    with (
-        running_daemon(cache, ModelOptions(layout)) as running,
-        connected(running.target) as stubs,
-    ):
-        yield Served(running.daemon, stubs, ToyModel(layout, num_query_heads))
+    layout, num_query_heads = KINDS[kind]
+    wants_scales = layout.quantization is not None and layout.quantization.scales == "tensor"
+    scales = FIXED_SCALES if wants_scales else None
+    cache, model = CacheOptions(NUM_BLOCKS, BLOCK_SIZE), ModelOptions(layout, scales=scales)
+    with running_daemon(cache, model) as running, connected(running.target) as stubs:
+        yield Served(running.daemon, stubs, ToyModel(layout, num_query_heads, scales=scales))
 
 
 @pytest.fixture(params=KINDS)
@@ -175,7 +191,37 @@ def test_decode_takes_a_different_number_of_tokens_of_each_sequence(served: Serv
 def test_the_scale_is_the_callers(plain: Served, scale: float) -> None:
     run = plain.run(range(7))
     for layer, name in zip(LAYERS, ("Prefill", "Decode", "Prefill"), strict=True):
-        compute_batch(layer, [(run, 7)], name, scale)
+        compute_batch(layer, [(run, 7)], name, AttentionOptions(scale=scale))
+
+
+def options_for(model: ToyModel) -> list[AttentionOptions]:
+    """Each option alone, and all of them; the scale is the model's."""
+    of_heads = range(1, model.num_query_heads + 1)
+    changes = {
+        "window": 3,
+        "soft_cap": 1.5,
+        "alibi_slopes": tuple(2.0**-head for head in of_heads),
+        "sinks": tuple(head - 2.5 for head in of_heads),
+    }
+    plain = model.options
+    return [*(replace(plain, **{k: v}) for k, v in changes.items()), replace(plain, **changes)]
+
+
+def test_the_options_are_the_callers(served: Served) -> None:
+    for number, options in enumerate(options_for(served.model)):
+        run = served.run(range(100 * number, 100 * number + 11))
+        for count, name in ((7, "Prefill"), (3, "Decode"), (1, "Decode")):
+            for layer in LAYERS:
+                poison(served.daemon)
+                compute_batch(layer, [(run, count)], name, options)
+        run.free()
+
+
+def test_each_call_has_its_own_options(plain: Served) -> None:
+    run = plain.run(range(9))
+    for options, count in zip(options_for(plain.model), (2, 3, 1, 2, 1), strict=True):
+        for layer in LAYERS:
+            compute_batch(layer, [(run, count)], "Decode", options)
 
 
 def test_only_what_is_not_cached_has_to_be_computed(served: Served) -> None:
@@ -203,9 +249,7 @@ def test_a_full_hit_computes_exactly_one_token_and_writes_nothing(
         rows = [(run, 1)]
         request = attention_request(name, layer, rows)
         # The k and v of the token are not even looked at.
-        junk = torch.full((1, served.model.layout.num_kv_heads, served.model.layout.head_dim), 9.0)
-        request.k.CopyFrom(to_wire((junk * float("nan")).to(served.model.dtype)))
-        request.v.CopyFrom(to_wire(junk.to(served.model.dtype)))
+        spoil(request)
         out = split_output(served.stubs.call(name, request), rows)[0]
         assert is_close(out, served.model.exact(layer, range(8), 7))
         refusal = served.stubs.refused(name, request_at(run, name, layer, 6, 2))
@@ -229,6 +273,13 @@ def test_a_full_hit_may_leave_the_last_block_to_compute(served: Served) -> None:
     assert bytes_of(served.daemon, shared) == before
     assert bytes_of(served.daemon, run.block_ids) == before
     assert served.stubs.stats().cached == 2
+
+
+def spoil(request: Any) -> None:
+    """NaN for all of k, and of v if there is one."""
+    request.k.CopyFrom(to_wire(from_wire(request.k) * float("nan")))
+    if request.HasField("v"):
+        request.v.CopyFrom(to_wire(from_wire(request.v) * float("nan")))
 
 
 def request_at(run: Run, name: str, layer: int, start: int, count: int) -> object:
@@ -306,8 +357,9 @@ def test_drafts_are_found_by_nobody_until_they_are_accepted(served: Served) -> N
     run.tokens += [72, 73, 74]
     for layer in LAYERS:
         # The rejected drafts are overwritten; until then they are as good as poison.
-        served.daemon.engine.memory.layer(layer).keys[run.block_ids[1], :, 3] = float("nan")
-        served.daemon.engine.memory.layer(layer).values[run.block_ids[2]] = float("nan")
+        rejected = torch.zeros(NUM_BLOCKS, BLOCK_SIZE, dtype=torch.bool)
+        rejected[run.block_ids[1], 3] = rejected[run.block_ids[2]] = True
+        poison_slots(served.daemon.engine.memory.layer(layer), rejected)
         assert found(served, [*prompt, 60, 71, 0]) == 4
         run.compute_layer(layer, 4, "Decode")
     assert found(served, [*prompt, 60, 71, 72, 73]) == 8
@@ -411,8 +463,7 @@ def test_a_repeat_gives_the_same_output_and_writes_nothing(served: Served, name:
             first = served.stubs.call(name, request)
             before = bytes_of(served.daemon)
             assert served.stubs.call(name, request) == first
-            for tensor in (request.k, request.v):
-                tensor.CopyFrom(to_wire(from_wire(tensor) * float("nan")))
+            spoil(request)
             assert served.stubs.call(name, request) == first
             assert bytes_of(served.daemon) == before
             run.positions[layer] += count

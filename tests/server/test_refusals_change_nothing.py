@@ -7,6 +7,7 @@ and the bytes of the K/V memory are the same before and after.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -21,7 +22,8 @@ from prefixcache import engine
 from prefixcache.core.sequence import Sequence
 from prefixcache.rpc._pb import admin_pb2, attention_pb2, cache_pb2
 from prefixcache.server.daemon import CacheOptions, Daemon, ModelOptions
-from prefixcache.storage.layout import KVLayout
+from prefixcache.storage.layout import KVLayout, LatentLayout, Layout, Quantization
+from prefixcache.types import AttentionOptions
 from tests.support.daemon import running_daemon
 from tests.support.gate import held
 from tests.support.invariants import check_invariants, snapshot
@@ -29,6 +31,10 @@ from tests.support.stubs import METHODS, Peer, Refused, Row, Stubs, connected
 
 NUM_BLOCKS, BLOCK_SIZE = 12, 4
 LAYOUT = KVLayout(2, 1, 4, BLOCK_SIZE, "float32")
+OTHER_LAYOUTS = [
+    replace(LAYOUT, quantization=Quantization("int8")),
+    LatentLayout(2, 3, 2, BLOCK_SIZE, "float32"),
+]
 LAYERS = range(LAYOUT.num_layers)
 PROMPTS = [list(range(start, start + 24)) for start in (0, 0, 100)]
 PROMPTS[1][10:] = range(50, 64)
@@ -66,6 +72,7 @@ class World:
     def __init__(self, daemon: Daemon, stubs: Stubs) -> None:
         self.daemon = daemon
         self.stubs = stubs
+        self.layout = LAYOUT if daemon.engine is None else daemon.engine.memory.layout
         self.peers = [Peer(stubs, bytes([number]) * 16) for number in (1, 2)]
         self.stranger = Peer(stubs, os.urandom(16))
 
@@ -96,6 +103,26 @@ class World:
         stats = self.stubs.stats()
         return {name: getattr(stats, name) for name in ("allocation_refused", "append_refused")}
 
+    def attention(self, peer: Peer, name: str, layer: int, rows: list[tuple[int, int, int]]) -> Any:
+        """A call with K/V that differ from every other call's."""
+        num_tokens, layout = sum(row[2] for row in rows), self.layout
+
+        def tensor(dim: int) -> attention_pb2.Tensor:
+            shape = (num_tokens, layout.num_kv_heads, dim)
+            data = np.random.default_rng().standard_normal(shape, dtype=np.float32)
+            return attention_pb2.Tensor(
+                data_type=attention_pb2.DATA_TYPE_FLOAT32, shape=shape, data=data.tobytes()
+            )
+
+        request = METHODS[name].request(
+            batch=peer.batch(layer, rows, AttentionOptions(scale=0.5)),
+            q=tensor(layout.head_dim),
+            k=tensor(layout.head_dim),
+        )
+        if layout.kind != "latent":
+            request.v.CopyFrom(tensor(layout.value_dim))
+        return request
+
     # ---- history
 
     def fill(self, prompt: list[int]) -> None:
@@ -107,7 +134,7 @@ class World:
         else:
             for layer in LAYERS:
                 rows = [(sequence_id, 0, len(prompt))]
-                self.stubs.call("Prefill", attention(peer, "Prefill", layer, rows))
+                self.stubs.call("Prefill", self.attention(peer, "Prefill", layer, rows))
         peer.free(sequence_id)
 
     def apply(self, step: Step) -> None:
@@ -154,7 +181,9 @@ class World:
             count = min(amount, limit - start)
             if count > 0:
                 name = "Prefill" if amount % 2 else "Decode"
-                self.stubs.call(name, attention(peer, name, layer, [(sequence_id, start, count)]))
+                self.stubs.call(
+                    name, self.attention(peer, name, layer, [(sequence_id, start, count)])
+                )
 
     # ---- refusals
 
@@ -270,10 +299,11 @@ class World:
         )
         others = pool.num_referenced - len(sequence.block_table) - len(sequence.copy_holds)
         if others > 0:
+            # At least n, so that 2 tokens more are too many even if it is just that.
             room = (NUM_BLOCKS - others) * BLOCK_SIZE
             yield Refusal(
                 "Append",
-                changed(right, num_lookahead_tokens=[room - n - 2 + 1]),
+                changed(right, num_lookahead_tokens=[max(0, room - n - 2 + 1)]),
                 codes=(cache_pb2.RESULT_CODE_NO_ROOM,),
                 counter="append_refused",
             )
@@ -297,7 +327,7 @@ class World:
         yield Refusal("Commit", changed(request, start_positions=[]), "INVALID_ARGUMENT")
         for name in ("Prefill", "Decode"):
             row = (sequence.sequence_id, 0, 1)
-            yield Refusal(name, attention(peer, name, 0, [row]), "NO_STORAGE")
+            yield Refusal(name, self.attention(peer, name, 0, [row]), "NO_STORAGE")
 
     def attention_refusals_on(self, sequence: Sequence) -> Iterator[Refusal]:
         peer, sequence_id, n = self.peer_of(sequence), sequence.sequence_id, sequence.num_tokens
@@ -317,7 +347,7 @@ class World:
                 limit = n + sequence.num_lookahead_tokens
 
                 def call(rows: list[Any], name: str = name, layer: int = layer) -> Any:
-                    return attention(peer, name, layer, rows)
+                    return self.attention(peer, name, layer, rows)
 
                 skips = (sequence_id, computed + 1, 1)
                 yield Refusal(name, call([skips]), "WRONG_POSITION")
@@ -336,22 +366,41 @@ class World:
         """The row could be served: the whole call fails for something else in it."""
         peer = self.peer_of(sequence)
         unknown = (sequence.sequence_id ^ 1, 0, 1)
-        both = attention(peer, name, layer, [right, unknown])
+        both = self.attention(peer, name, layer, [right, unknown])
         yield Refusal(name, both, "SEQUENCE_NOT_FOUND")
         for other in self.live():
             if other.owner == sequence.owner and other is not sequence:
                 skips = (other.sequence_id, other.computed[layer] + 1, 1)
-                yield Refusal(name, attention(peer, name, layer, [right, skips]), "WRONG_POSITION")
-        stolen = attention(self.stranger, name, layer, [right])
+                yield Refusal(
+                    name, self.attention(peer, name, layer, [right, skips]), "WRONG_POSITION"
+                )
+        stolen = self.attention(self.stranger, name, layer, [right])
         yield Refusal(name, stolen, "SEQUENCE_NOT_FOUND")
-        twice = attention(peer, name, layer, [right, right])
+        twice = self.attention(peer, name, layer, [right, right])
         yield Refusal(name, twice, "INVALID_ARGUMENT")
         for operand in ("q", "k", "v"):
-            other_type, other_shape = (attention(peer, name, layer, [right]) for _ in range(2))
+            other_type, other_shape = (self.attention(peer, name, layer, [right]) for _ in range(2))
             getattr(other_type, operand).data_type = attention_pb2.DATA_TYPE_FLOAT16
             getattr(other_shape, operand).shape[:] = [1, 2, 2]
             yield Refusal(name, other_type, "INVALID_ARGUMENT")
             yield Refusal(name, other_shape, "INVALID_ARGUMENT")
+        for change in self.bad_weights():
+            spoiled = self.attention(peer, name, layer, [right])
+            change(spoiled)
+            yield Refusal(name, spoiled, "INVALID_ARGUMENT")
+
+    def bad_weights(self) -> Iterator[Callable[[Any], None]]:
+        """Options that no call may have, and a v where none belongs or none where one does."""
+        for field, value in (("scale", math.nan), ("window", 0), ("soft_cap", -1.0)):
+            yield lambda request, field=field, value=value: setattr(request.batch, field, value)
+        too_many = [1.0] * (self.layout.num_kv_heads + 1)
+        for field in ("alibi_slopes", "sinks"):
+            yield lambda request, field=field: getattr(request.batch, field).extend(too_many)
+        if self.layout.kind == "latent":
+            yield lambda request: request.v.CopyFrom(request.k)
+            yield lambda request: request.batch.ClearField("scale")
+        else:
+            yield lambda request: request.ClearField("v")
 
     def busy_refusals(self, sequence: Sequence, layer: int | None) -> Iterator[Refusal]:
         """While an attention call of `layer`, or (None) a copy, runs on the sequence."""
@@ -369,7 +418,7 @@ class World:
         for name in ("Prefill", "Decode"):
             for number in LAYERS if layer is None else [layer]:
                 row = (sequence_id, sequence.computed[number], 1)
-                yield Refusal(name, attention(peer, name, number, [row]), "SEQUENCE_BUSY")
+                yield Refusal(name, self.attention(peer, name, number, [row]), "SEQUENCE_BUSY")
         yield Refusal("ResetCache", admin_pb2.ResetCacheRequest(), "BLOCKS_IN_USE")
 
     def check(self, refusals: Iterator[Refusal]) -> None:
@@ -399,20 +448,6 @@ def changed(request: Any, **fields: Any) -> Any:
     return copy
 
 
-def attention(peer: Peer, name: str, layer: int, rows: list[tuple[int, int, int]]) -> Any:
-    """A call with K/V that differ from every other call's."""
-    num_tokens = sum(row[2] for row in rows)
-    shape = (num_tokens, LAYOUT.num_kv_heads, LAYOUT.head_dim)
-
-    def tensor() -> attention_pb2.Tensor:
-        data = np.random.default_rng().standard_normal(shape, dtype=np.float32)
-        return attention_pb2.Tensor(
-            data_type=attention_pb2.DATA_TYPE_FLOAT32, shape=shape, data=data.tobytes()
-        )
-
-    return METHODS[name].request(batch=peer.batch(layer, rows), q=tensor(), k=tensor(), v=tensor())
-
-
 def after(steps: list[Step], model: ModelOptions | None, check: Callable[[World], None]) -> None:
     cache = CacheOptions(NUM_BLOCKS, BLOCK_SIZE, hash_seed="a seed of the refusal tests")
     with running_daemon(cache, model) as running, connected(running.target) as stubs:
@@ -440,6 +475,15 @@ def test_refused_calls_change_nothing_with_storage(steps: list[Step]) -> None:
     after(steps, ModelOptions(LAYOUT), lambda world: world.check(world.refusals()))
 
 
+@pytest.mark.parametrize("layout", OTHER_LAYOUTS, ids=str)
+@settings(FEW, max_examples=10)
+@given(steps=STEPS)
+def test_refused_calls_change_nothing_in_other_kinds_of_storage(
+    layout: Layout, steps: list[Step]
+) -> None:
+    after(steps, ModelOptions(layout), lambda world: world.check(world.refusals()))
+
+
 @FEW
 @given(STEPS)
 def test_refused_calls_change_nothing_while_a_call_runs(steps: list[Step]) -> None:
@@ -455,7 +499,7 @@ def check_while_attention_runs(world: World) -> None:
     for layer, name in zip(LAYERS, ("prefill", "decode"), strict=True):
         with held(engine, name) as gate:
             method = name.capitalize()
-            request = attention(peer, method, layer, [(sequence_id, 0, 2)])
+            request = world.attention(peer, method, layer, [(sequence_id, 0, 2)])
             running = world.stubs.start(method, request)
             gate.wait()
             world.check(world.busy_refusals(sequence, layer))

@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from prefixcache.core.hashing import HASH_RECIPE_VERSION
 from prefixcache.errors import InvalidArgumentError
 from prefixcache.rpc import wire
 from prefixcache.rpc._pb import admin_pb2, cache_pb2
+from prefixcache.rpc.codec import layout_from_wire
 from prefixcache.server.daemon import (
     MAX_STEP_ALLOCATES,
     CacheOptions,
@@ -35,7 +37,7 @@ from prefixcache.server.daemon import (
     ModelOptions,
 )
 from prefixcache.server.rpc_server import RpcServer
-from prefixcache.storage.layout import KVLayout, fingerprint
+from prefixcache.storage.layout import KVLayout, LatentLayout, Layout, Quantization, fingerprint
 from tests.support.daemon import RunningDaemon, running_daemon
 from tests.support.gate import held
 from tests.support.stubs import TIMEOUT_S, Peer, Stubs, connected
@@ -272,6 +274,7 @@ def test_the_description_says_what_a_client_needs() -> None:
             head_dim=8,
             dtype="bfloat16",
             block_bytes=2 * 2 * 1 * 4 * 8 * 2,
+            value_dim=8,
         )
         assert (info.num_blocks, info.block_size, info.device) == (16, 4, "cpu")
         assert (info.hash_algorithm, info.hash_recipe_version) == ("xxh3", HASH_RECIPE_VERSION)
@@ -297,6 +300,48 @@ def test_the_description_says_what_a_client_needs() -> None:
         expected = cache_pb2.GetServerInfoRequest(expected_fingerprint=info.layout_fingerprint)
         assert stubs.call("GetServerInfo", expected) == info
         assert Peer(stubs).allocate([1], layout_fingerprint=info.layout_fingerprint).sequence_id
+
+
+@pytest.mark.parametrize(
+    ("layout", "description"),
+    [
+        (
+            replace(LAYOUT, quantization=Quantization("float8_e4m3")),
+            cache_pb2.KVLayout(
+                num_layers=2,
+                num_kv_heads=1,
+                head_dim=8,
+                dtype="bfloat16",
+                block_bytes=2 * 2 * 1 * 4 * 8 + 2 * 2 * 1 * 4 * 4,
+                value_dim=8,
+                quantization=cache_pb2.Quantization(dtype="float8_e4m3", scales="token_head"),
+            ),
+        ),
+        (
+            LatentLayout(3, 16, 8, 4, "float16"),
+            cache_pb2.KVLayout(
+                num_layers=3,
+                num_kv_heads=1,
+                head_dim=24,
+                dtype="float16",
+                block_bytes=3 * 4 * 24 * 2,
+                value_dim=16,
+                latent_dim=16,
+                rope_dim=8,
+            ),
+        ),
+    ],
+    ids=["quantised", "latent"],
+)
+def test_the_description_says_how_kv_are_stored(
+    layout: Layout, description: cache_pb2.KVLayout
+) -> None:
+    with (
+        running_daemon(CacheOptions(16, 4), ModelOptions(layout)) as running,
+        connected(running.target) as stubs,
+    ):
+        assert stubs.info().layout == description
+        assert layout_from_wire(stubs.info().layout, 4) == layout
 
 
 def test_a_daemon_without_storage_describes_none(stubs: Stubs) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import grpc
@@ -14,7 +14,8 @@ import pytest
 from prefixcache.errors import InvalidArgumentError
 from prefixcache.rpc._pb import admin_pb2, attention_pb2, cache_pb2
 from prefixcache.server.daemon import CacheOptions, Daemon, LimitOptions, ModelOptions
-from prefixcache.storage.layout import KVLayout
+from prefixcache.storage.layout import KVLayout, LatentLayout, Quantization
+from prefixcache.types import AttentionOptions
 from tests.support.daemon import RunningDaemon, running_daemon
 from tests.support.invariants import check_invariants, snapshot
 from tests.support.stubs import METHODS, Peer, Refused, Row, Stubs, connected, read_append
@@ -24,6 +25,8 @@ BLOCK_SIZE = 4
 NUM_BLOCKS = 16
 HEADS, HEAD_DIM = 2, 8
 LAYOUT = KVLayout(2, HEADS, HEAD_DIM, BLOCK_SIZE, "float32")
+LATENT_DIM = HEAD_DIM - 2
+LATENT_LAYOUT = LatentLayout(2, LATENT_DIM, 2, BLOCK_SIZE, "float32")
 MAX_UINT32 = 2**32 - 1
 
 
@@ -57,6 +60,16 @@ def bare() -> Iterator[Served]:
 def stored() -> Iterator[Served]:
     """With K/V memory."""
     yield from serve(ModelOptions(LAYOUT))
+
+
+@pytest.fixture(scope="module")
+def quantised() -> Iterator[Served]:
+    yield from serve(ModelOptions(replace(LAYOUT, quantization=Quantization("float8_e4m3"))))
+
+
+@pytest.fixture(scope="module")
+def latent() -> Iterator[Served]:
+    yield from serve(ModelOptions(LATENT_LAYOUT))
 
 
 # ---- spellings
@@ -183,6 +196,16 @@ def attention_request(name: str, peer: Peer, rows: list[tuple[int, int, int]]) -
         q=tensor(num_tokens, HEADS, HEAD_DIM),
         k=tensor(num_tokens, HEADS, HEAD_DIM),
         v=tensor(num_tokens, HEADS, HEAD_DIM),
+    )
+
+
+def latent_request(name: str, served: Served) -> Any:
+    """A call with three query heads that a daemon with latents would serve."""
+    rows = [(served.sequence_id, 0, 6)]
+    return METHODS[name].request(
+        batch=served.peer.batch(0, rows, AttentionOptions(scale=0.3)),
+        q=tensor(6, 3, HEAD_DIM),
+        k=tensor(6, 1, HEAD_DIM),
     )
 
 
@@ -368,12 +391,20 @@ BAD_ATTENTION_VALUES: list[tuple[Change, str]] = [
     (put("batch.num_tokens", [0]), "num_tokens"),
     (put("batch.num_tokens", [5]), "q.shape"),
     (put("batch.num_tokens", [MAX_UINT32]), "q.shape"),
-    (put("batch.scale", math.nan), "scale"),
-    (put("batch.scale", -math.inf), "scale"),
     *(
-        (lambda request, name=name: request.ClearField(name), f"{name}.data_type")
-        for name in ("q", "k", "v")
+        (put(f"batch.{name}", value), name)
+        for name, values in (
+            ("scale", (math.nan, -math.inf)),
+            ("window", (0,)),
+            ("soft_cap", (0.0, -1.0, math.inf, math.nan)),
+            ("alibi_slopes", ([1.0], [1.0] * 3, [1.0, math.nan], [math.inf, 1.0])),
+            ("sinks", ([1.0], [1.0] * 3, [1.0, math.nan], [-math.inf, 1.0])),
+        )
+        for value in values
     ),
+    (lambda request: request.ClearField("q"), "q.data_type"),
+    (lambda request: request.ClearField("k"), "k.data_type"),
+    (lambda request: request.ClearField("v"), "v"),
     *(
         (put(name, bad), f"{name}.{field}")
         for name in ("q", "k", "v")
@@ -437,12 +468,64 @@ def test_a_bad_value_of_an_attention_call_is_refused_by_its_name(
 
 
 @pytest.mark.parametrize("name", ["Prefill", "Decode"])
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        (put("v", tensor(6, 1, LATENT_DIM)), "v"),
+        (put("v", tensor(6, 1, HEAD_DIM)), "v"),
+        (put("v", attention_pb2.Tensor()), "v.data_type"),
+        (lambda request: request.batch.ClearField("scale"), "scale"),
+        (put("q", tensor(6, 3, LATENT_DIM)), "q.shape"),
+        (put("k", tensor(6, 2, HEAD_DIM)), "k.shape"),
+        (put("k", tensor(6, 1, LATENT_DIM)), "k.shape"),
+        (put("batch.sinks", [1.0, 1.0]), "sinks"),
+    ],
+)
+def test_a_bad_value_of_a_call_on_latents_is_refused_by_its_name(
+    latent: Served, name: str, change: Change, field: str
+) -> None:
+    request = latent_request(name, latent)
+    change(request)
+    before = latent.state()
+    assert_refused(latent, latent.stubs.refused(name, request), field)
+    assert latent.state() == before
+
+
+@pytest.mark.parametrize("name", ["Prefill", "Decode"])
+@pytest.mark.parametrize("operand", ["q", "k", "v"])
+@pytest.mark.parametrize("data_type", [2, 3, 4])
+def test_quantised_storage_takes_tensors_of_the_layouts_dtype_only(
+    quantised: Served, name: str, operand: str, data_type: int
+) -> None:
+    """4 is no type: what is stored does not come over the wire."""
+    request = good(name, quantised)
+    num_bytes = 2 * 6 * HEADS * HEAD_DIM
+    put(operand, tensor(6, HEADS, HEAD_DIM, data_type=data_type, num_bytes=num_bytes))(request)
+    before = quantised.state()
+    refusal = quantised.stubs.refused(name, request)
+    assert_refused(quantised, refusal, f"{operand}.data_type")
+    assert quantised.state() == before
+
+
+@pytest.mark.parametrize("name", ["Prefill", "Decode"])
 def test_one_sequence_in_two_rows_of_an_attention_call_is_refused(
     stored: Served, name: str
 ) -> None:
     rows = [(stored.sequence_id, 0, 3), (stored.sequence_id, 3, 3)]
     request = attention_request(name, stored.peer, rows)
     assert_refused(stored, stored.stubs.refused(name, request), "sequence_ids")
+
+
+@pytest.mark.parametrize("name", ["Prefill", "Decode"])
+def test_the_requests_on_other_kinds_of_storage_that_the_bad_values_change_are_good(
+    latent: Served, quantised: Served, name: str
+) -> None:
+    for served, make in ((latent, latent_request), (quantised, good)):
+        peer = Peer(served.stubs)
+        sequence_id = peer.allocate(range(6)).sequence_id
+        other = Served(served.running, served.stubs, peer, sequence_id)
+        served.stubs.call(name, make(name, other))
+        assert peer.free(sequence_id) == [cache_pb2.RESULT_CODE_OK]
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from google.rpc import error_details_pb2, status_pb2
 
 from prefixcache.rpc import wire
 from prefixcache.rpc._pb import admin_pb2, attention_pb2, cache_pb2
+from prefixcache.types import PLAIN_ATTENTION, AttentionOptions
 
 TIMEOUT_S = 30.0
 """Far above what any call takes: a test that hangs fails instead."""
@@ -287,7 +288,10 @@ class Peer:
         return list(self.stubs.call("Free", request).result_codes)
 
     def batch(
-        self, layer: int, rows: Sequence[tuple[int, int, int]], scale: float | None = None
+        self,
+        layer: int,
+        rows: Sequence[tuple[int, int, int]],
+        options: AttentionOptions = PLAIN_ATTENTION,
     ) -> attention_pb2.AttentionBatch:
         """rows: sequence id, start position and count of new tokens of each."""
         return attention_pb2.AttentionBatch(
@@ -296,7 +300,11 @@ class Peer:
             sequence_ids=[row[0] for row in rows],
             start_positions=[row[1] for row in rows],
             num_tokens=[row[2] for row in rows],
-            scale=scale,
+            scale=options.scale,
+            window=options.window,
+            soft_cap=options.soft_cap,
+            alibi_slopes=options.alibi_slopes,
+            sinks=options.sinks,
         )
 
 

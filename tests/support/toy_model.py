@@ -14,10 +14,12 @@ import torch
 
 from prefixcache.attention.batch import make_batch
 from prefixcache.attention.reference.attention import attention
+from prefixcache.attention.reference.write_kv import write_kv
 from prefixcache.rpc._pb import attention_pb2
 from prefixcache.server.daemon import Daemon
-from prefixcache.storage.kv_cache import KVCache
-from prefixcache.storage.layout import KVLayout
+from prefixcache.storage.fixed_scales import FixedScales
+from prefixcache.storage.kv_cache import KVCache, KVScales
+from prefixcache.storage.layout import Layout
 from prefixcache.types import AttentionOptions
 from tests.support.stubs import METHODS, Peer
 from tests.support.tolerances import assert_close
@@ -28,25 +30,39 @@ _DATA_TYPES = {
     torch.float16: attention_pb2.DATA_TYPE_FLOAT16,
     torch.bfloat16: attention_pb2.DATA_TYPE_BFLOAT16,
 }
+STORED_DTYPES = {"float8_e4m3": torch.float8_e4m3fn, "int8": torch.int8}
 _DTYPES = {value: dtype for dtype, value in _DATA_TYPES.items()}
 
 
 class ToyModel:
-    """Tensors are `[tokens, heads, D]` in the layout's dtype."""
+    """Tensors are `[tokens, heads, D]` in the layout's dtype.
 
-    def __init__(self, layout: KVLayout, num_query_heads: int, seed: int = 0) -> None:
+    options: of every call that says nothing else. scales: those of a layout with one a tensor.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        num_query_heads: int,
+        seed: int = 0,
+        scales: FixedScales | None = None,
+    ) -> None:
         self.layout = layout
         self.num_query_heads = num_query_heads
+        self.scales = scales
         self.dtype: torch.dtype = getattr(torch, layout.dtype)
+        # Latents have no default: their keys are longer than the model's.
+        scale = layout.head_dim**-0.5 if layout.kind == "latent" else None
+        self.options = AttentionOptions(scale=scale)
         generator = torch.Generator().manual_seed(seed)
 
-        def table(num_heads: int) -> torch.Tensor:
-            shape = (layout.num_layers, _NUM_STATES, num_heads, layout.head_dim)
+        def table(num_heads: int, dim: int) -> torch.Tensor:
+            shape = (layout.num_layers, _NUM_STATES, num_heads, dim)
             return torch.randn(shape, generator=generator).to(self.dtype)
 
-        self._q, self._k, self._v = (
-            table(heads) for heads in (num_query_heads, layout.num_kv_heads, layout.num_kv_heads)
-        )
+        self._q = table(num_query_heads, layout.head_dim)
+        self._k = table(layout.num_kv_heads, layout.head_dim)
+        self._v = table(layout.num_kv_heads, layout.value_dim)
 
     def q(self, layer: int, tokens: Sequence[int], start: int = 0) -> torch.Tensor:
         return self._q[layer, _states(tokens)[start:]]
@@ -54,18 +70,44 @@ class ToyModel:
     def k(self, layer: int, tokens: Sequence[int], start: int = 0) -> torch.Tensor:
         return self._k[layer, _states(tokens)[start:]]
 
-    def v(self, layer: int, tokens: Sequence[int], start: int = 0) -> torch.Tensor:
+    def v(self, layer: int, tokens: Sequence[int], start: int = 0) -> torch.Tensor | None:
+        """None for latent K/V."""
+        if self.layout.kind == "latent":
+            return None
         return self._v[layer, _states(tokens)[start:]]
 
     def exact(
-        self, layer: int, tokens: Sequence[int], start: int = 0, scale: float | None = None
+        self,
+        layer: int,
+        tokens: Sequence[int],
+        start: int = 0,
+        options: AttentionOptions | None = None,
     ) -> torch.Tensor:
-        """Attention output of the tokens from `start` on, `[.., Hq, D] float64`."""
+        """Attention output of the tokens from `start` on, `[.., Hq, Dv] float64`."""
         n = len(tokens)
         batch = make_batch([np.array([0], np.int32)], [start], [n - start], [0], n)
-        keys, values = (kv(layer, tokens).transpose(0, 1)[None] for kv in (self.k, self.v))
-        cache, options = KVCache(keys, values), AttentionOptions(scale=scale)
-        return attention(self.q(layer, tokens, start), cache, batch, options)
+        cache = self._cache(layer, tokens)
+        return attention(self.q(layer, tokens, start), cache, batch, options or self.options)
+
+    def _cache(self, layer: int, tokens: Sequence[int]) -> KVCache:
+        """K/V of all tokens in one block, as they are stored."""
+        layout, n = self.layout, len(tokens)
+        dtype = STORED_DTYPES.get(layout.stored_dtype, self.dtype)
+        keys = torch.zeros((1, layout.num_kv_heads, n, layout.head_dim), dtype=dtype)
+        values = torch.zeros_like(keys)
+        if layout.kind == "latent":
+            cache = KVCache(keys, keys[..., : layout.value_dim], is_latent=True)
+        elif layout.quantization is None:
+            cache = KVCache(keys, values)
+        elif self.scales is None:
+            scales = torch.zeros(2, *keys.shape[:3])
+            cache = KVCache(keys, values, KVScales(scales[0], scales[1]))
+        else:
+            scales = torch.zeros(2, 1, 1, 1).expand(2, *keys.shape[:3])
+            fixed = (self.scales.keys[layer], self.scales.values[layer])
+            cache = KVCache(keys, values, KVScales(scales[0], scales[1], fixed))
+        write_kv(cache, self.k(layer, tokens), self.v(layer, tokens), np.arange(n))
+        return cache
 
 
 def _states(tokens: Sequence[int]) -> list[int]:
@@ -144,33 +186,42 @@ class Run:
 
 
 def compute_batch(
-    layer: int, rows: Sequence[tuple[Run, int]], name: str, scale: float | None = None
+    layer: int,
+    rows: Sequence[tuple[Run, int]],
+    name: str,
+    options: AttentionOptions | None = None,
 ) -> list[torch.Tensor]:
     """One call for the next tokens of many sequences, each checked against float64."""
-    request = attention_request(name, layer, rows, scale)
+    request = attention_request(name, layer, rows, options)
     reply = rows[0][0].peer.stubs.call(name, request)
     parts = split_output(reply, rows)
     for (run, count), part in zip(rows, parts, strict=True):
         start = run.positions[layer]
         run.positions[layer] = start + count
-        assert_close(part, run.model.exact(layer, run.tokens[: start + count], start, scale))
+        assert_close(part, run.model.exact(layer, run.tokens[: start + count], start, options))
     return parts
 
 
 def attention_request(
-    name: str, layer: int, rows: Sequence[tuple[Run, int]], scale: float | None = None
+    name: str,
+    layer: int,
+    rows: Sequence[tuple[Run, int]],
+    options: AttentionOptions | None = None,
 ) -> attention_pb2.PrefillRequest:
     """The next `count` tokens of each sequence at a layer."""
     model = rows[0][0].model
     pieces = [
         (run.tokens[: run.positions[layer] + count], run.positions[layer]) for run, count in rows
     ]
-    q, k, v = (
-        to_wire(torch.cat([of(layer, tokens, start) for tokens, start in pieces]))
-        for of in (model.q, model.k, model.v)
-    )
     columns = [(run.sequence_id, run.positions[layer], count) for run, count in rows]
-    return METHODS[name].request(batch=rows[0][0].peer.batch(layer, columns, scale), q=q, k=k, v=v)
+    request = METHODS[name].request(
+        batch=rows[0][0].peer.batch(layer, columns, options or model.options)
+    )
+    for operand in ("q", "k", "v"):
+        parts = [getattr(model, operand)(layer, tokens, start) for tokens, start in pieces]
+        if parts[0] is not None:
+            getattr(request, operand).CopyFrom(to_wire(torch.cat(parts)))
+    return request
 
 
 def split_output(reply: object, rows: Sequence[tuple[Run, int]]) -> list[torch.Tensor]:
@@ -200,8 +251,25 @@ def poison(daemon: Daemon, value: float = float("nan")) -> None:
             unused[sequence.copy_holds] = False
             for position in range(sequence.computed[layer]):
                 unused[sequence.block_table[position // size], position % size] = False
-        for cache in (memory.layer(layer).keys, memory.layer(layer).values):
-            cache.transpose(1, 2)[unused] = value
+        poison_slots(memory.layer(layer), unused, value)
+
+
+def poison_slots(cache: KVCache, slots: torch.Tensor, value: float = float("nan")) -> None:
+    """slots: `[N, B] bool`. Quantised numbers become NaN or 127, and `value` their scales.
+
+    A scale of a whole block is poison only if all of its slots are.
+    """
+    if cache.scales is None:
+        for view in (cache.keys, cache.values):
+            view.transpose(1, 2)[slots] = value
+        return
+    for view in (cache.keys, cache.values):
+        view.view(torch.uint8).transpose(1, 2)[slots] = 0x7F
+    for scales in (cache.scales.keys, cache.scales.values):
+        if cache.scales.fixed is None:
+            scales.transpose(1, 2)[slots] = value
+        else:
+            scales[:, 0, 0][slots.all(1)] = value
 
 
 def bytes_of(daemon: Daemon, block_ids: Sequence[int] | None = None) -> list[bytes]:

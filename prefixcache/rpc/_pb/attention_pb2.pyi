@@ -29,20 +29,28 @@ class Tensor(_message.Message):
     def __init__(self, data_type: _Optional[_Union[DataType, str]] = ..., shape: _Optional[_Iterable[int]] = ..., data: _Optional[bytes] = ...) -> None: ...
 
 class AttentionBatch(_message.Message):
-    __slots__ = ("owner", "layer", "sequence_ids", "start_positions", "num_tokens", "scale")
+    __slots__ = ("owner", "layer", "sequence_ids", "start_positions", "num_tokens", "scale", "window", "soft_cap", "alibi_slopes", "sinks")
     OWNER_FIELD_NUMBER: _ClassVar[int]
     LAYER_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_IDS_FIELD_NUMBER: _ClassVar[int]
     START_POSITIONS_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SCALE_FIELD_NUMBER: _ClassVar[int]
+    WINDOW_FIELD_NUMBER: _ClassVar[int]
+    SOFT_CAP_FIELD_NUMBER: _ClassVar[int]
+    ALIBI_SLOPES_FIELD_NUMBER: _ClassVar[int]
+    SINKS_FIELD_NUMBER: _ClassVar[int]
     owner: bytes
     layer: int
     sequence_ids: _containers.RepeatedScalarFieldContainer[int]
     start_positions: _containers.RepeatedScalarFieldContainer[int]
     num_tokens: _containers.RepeatedScalarFieldContainer[int]
     scale: float
-    def __init__(self, owner: _Optional[bytes] = ..., layer: _Optional[int] = ..., sequence_ids: _Optional[_Iterable[int]] = ..., start_positions: _Optional[_Iterable[int]] = ..., num_tokens: _Optional[_Iterable[int]] = ..., scale: _Optional[float] = ...) -> None: ...
+    window: int
+    soft_cap: float
+    alibi_slopes: _containers.RepeatedScalarFieldContainer[float]
+    sinks: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, owner: _Optional[bytes] = ..., layer: _Optional[int] = ..., sequence_ids: _Optional[_Iterable[int]] = ..., start_positions: _Optional[_Iterable[int]] = ..., num_tokens: _Optional[_Iterable[int]] = ..., scale: _Optional[float] = ..., window: _Optional[int] = ..., soft_cap: _Optional[float] = ..., alibi_slopes: _Optional[_Iterable[float]] = ..., sinks: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class PrefillRequest(_message.Message):
     __slots__ = ("batch", "q", "k", "v")

@@ -94,19 +94,35 @@ class GetServerInfoRequest(_message.Message):
     expected_fingerprint: bytes
     def __init__(self, expected_fingerprint: _Optional[bytes] = ...) -> None: ...
 
+class Quantization(_message.Message):
+    __slots__ = ("dtype", "scales")
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    SCALES_FIELD_NUMBER: _ClassVar[int]
+    dtype: str
+    scales: str
+    def __init__(self, dtype: _Optional[str] = ..., scales: _Optional[str] = ...) -> None: ...
+
 class KVLayout(_message.Message):
-    __slots__ = ("num_layers", "num_kv_heads", "head_dim", "dtype", "block_bytes")
+    __slots__ = ("num_layers", "num_kv_heads", "head_dim", "dtype", "block_bytes", "value_dim", "quantization", "latent_dim", "rope_dim")
     NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
     NUM_KV_HEADS_FIELD_NUMBER: _ClassVar[int]
     HEAD_DIM_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     BLOCK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    VALUE_DIM_FIELD_NUMBER: _ClassVar[int]
+    QUANTIZATION_FIELD_NUMBER: _ClassVar[int]
+    LATENT_DIM_FIELD_NUMBER: _ClassVar[int]
+    ROPE_DIM_FIELD_NUMBER: _ClassVar[int]
     num_layers: int
     num_kv_heads: int
     head_dim: int
     dtype: str
     block_bytes: int
-    def __init__(self, num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., dtype: _Optional[str] = ..., block_bytes: _Optional[int] = ...) -> None: ...
+    value_dim: int
+    quantization: Quantization
+    latent_dim: int
+    rope_dim: int
+    def __init__(self, num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., dtype: _Optional[str] = ..., block_bytes: _Optional[int] = ..., value_dim: _Optional[int] = ..., quantization: _Optional[_Union[Quantization, _Mapping]] = ..., latent_dim: _Optional[int] = ..., rope_dim: _Optional[int] = ...) -> None: ...
 
 class Limits(_message.Message):
     __slots__ = ("max_message_bytes", "max_fork_children", "max_step_allocates")
