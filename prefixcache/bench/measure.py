@@ -81,6 +81,10 @@ class Laps(Generic[KeyT]):
     def add(self, key: KeyT, sample: float) -> None:
         self._samples.setdefault(key, []).append(sample)
 
+    def add_sum(self, key: KeyT, *parts: KeyT) -> None:
+        """Keep what the last laps of several calls took together."""
+        self.add(key, sum(self._samples[part][-1] for part in parts))
+
     def now(self) -> float:
         return self._clock()
 

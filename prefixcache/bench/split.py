@@ -19,7 +19,7 @@ import numpy as np
 
 from prefixcache.bench.calls import BATCH, Sizes, allocate_call
 from prefixcache.bench.echo import echo_stub
-from prefixcache.bench.measure import Laps, Progress, Rounds, run_rounds
+from prefixcache.bench.measure import Laps, Progress, Rounds, run_rounds, summarize
 from prefixcache.bench.prompts import Prompts
 from prefixcache.bench.report import Ratio, Row
 from prefixcache.client import messages, sequence_calls
@@ -37,6 +37,7 @@ _CALLS_A_ROUND = 50
 _ONE_TOKEN = np.array([7], dtype=np.uint32)
 
 TRANSPORT, CORE, CHECKS, SUM = "transport (echo)", "core", "checks and messages", "sum"
+SERVICER = "servicer"
 PARTS = ("client: request", TRANSPORT, "parse", CORE, CHECKS, "reply", "client: reply")
 """In the order of a call."""
 
@@ -111,13 +112,13 @@ def _round(
         timed(TRANSPORT, echo)
         call, data = timed(PARTS[0], partial(_serialized, subject))
         request = timed("parse", partial(method.request.FromString, data))
-        reply = timed("servicer", partial(servicer, request))
+        reply = timed(SERVICER, partial(servicer, request))
         data = timed("reply", reply.SerializeToString)
         subject.undo(timed("client: reply", partial(_read, call, twin_reply, data)))
         subject.undo(timed(CORE, subject.core()))
-        last = {part: laps.samples(Key(name, part))[-1] for part in ("servicer", CORE)}
-        laps.add(Key(name, CHECKS), last["servicer"] - last[CORE])
-        laps.add(Key(name, SUM), sum(laps.samples(Key(name, part))[-1] for part in PARTS))
+        laps.add_sum(
+            Key(name, SUM), *(Key(name, part) for part in (*PARTS[:3], SERVICER, *PARTS[5:]))
+        )
 
 
 def _serialized(subject: Subject) -> tuple[Call[Any], bytes]:
@@ -130,7 +131,11 @@ def _read(call: Call[Any], reply: Any, data: bytes) -> Any:
 
 
 def _row(laps: Laps[Key], name: str, part: str) -> Row:
-    summary = laps.summary(Key(name, part))
+    if part == CHECKS:  # what the servicer does besides the core
+        medians = [laps.summary(Key(name, each)).median for each in (SERVICER, CORE)]
+        summary = summarize([medians[0] - medians[1]])
+    else:
+        summary = laps.summary(Key(name, part))
     share = summary.median / laps.summary(Key(name, SUM)).median
     return Row(
         section=f"Parts of a call: {name}",

@@ -1,4 +1,4 @@
-"""`prefixcache bench core | rpc`: measurements, printed as tables or JSON.
+"""`prefixcache bench core | rpc | replay`: measurements, printed as tables or JSON.
 
 Owns the options and their checks. Exit code 0 whatever is measured; 2 for what cannot be.
 """
@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -17,11 +18,20 @@ from prefixcache.cli import TYPER_SETTINGS
 from prefixcache.cli.daemon import DEFAULT_TIMEOUT_S, AsJson, connect
 from prefixcache.cli.output import print_json
 from prefixcache.cli.progress import progress_bar
+from prefixcache.cli.trace import (
+    DEFAULT_TRACE_BLOCK,
+    TraceBlock,
+    TracePath,
+    check_divides,
+    open_trace,
+)
+from prefixcache.sizes import MAX_BLOCKS
 
 if TYPE_CHECKING:
     from prefixcache.bench.core import CoreSettings
     from prefixcache.bench.report import Report
     from prefixcache.bench.rpc import RpcSettings
+    from prefixcache.bench.vllm_peer import Vllm
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, **TYPER_SETTINGS)
 
@@ -36,6 +46,15 @@ NumRounds = Annotated[
 ]
 Quick = Annotated[
     bool, typer.Option("--quick", help="Small sizes and few rounds: seconds, and rough.")
+]
+
+
+Algorithms = Annotated[
+    str | None, typer.Option(metavar="NAME[,NAME...]", help="Recipes of hashes. (all)")
+]
+Peer = Annotated[
+    Literal["vllm"] | None,
+    typer.Option(help="Also measure this block manager, in the same rounds, if it is importable."),
 ]
 
 
@@ -57,9 +76,8 @@ def core(
         str | None,
         typer.Option(metavar="N[,N...]", help="Sizes of pools. (20000,200000,1000000)"),
     ] = None,
-    algorithms: Annotated[
-        str | None, typer.Option(metavar="NAME[,NAME...]", help="Recipes of hashes. (all)")
-    ] = None,
+    algorithms: Algorithms = None,
+    peer: Peer = None,
     plot: Annotated[
         Path | None,
         typer.Option(
@@ -76,6 +94,7 @@ def core(
     and whether a call costs more in larger pools or beside more sequences.
     """
     from prefixcache.bench.core import bench_core
+    from prefixcache.bench.vllm_peer import core_candidates
 
     settings = _core_settings(quick, rounds)
     if tokens is not None:
@@ -88,13 +107,56 @@ def core(
         from prefixcache.bench.plot import check_plotting
 
         check_plotting()
+    vllm, notes = _load_peer(peer)
     with _progress() as show:
-        report = bench_core(settings, show)
+        report = bench_core(settings, show, partial(core_candidates, vllm) if vllm else None)
     if plot is not None:
         from prefixcache.bench.plot import plot_growth
 
         plot_growth(report.rows, plot)
-    _print(report, as_json)
+    _print(replace(report, notes=notes), as_json)
+
+
+@app.command()
+def replay(
+    trace_path: TracePath,
+    blocks: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=1, max=MAX_BLOCKS, help="Size of the pool. (never evicts)"),
+    ] = None,
+    block_size: Annotated[
+        int, typer.Option(min=1, help="Tokens of a block; divides the trace block.")
+    ] = 16,
+    trace_block: TraceBlock = DEFAULT_TRACE_BLOCK,
+    requests: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Only the first N. (2000)")
+    ] = None,
+    algorithms: Algorithms = None,
+    peer: Peer = None,
+    rounds: NumRounds = None,
+    quick: Quick = False,
+    as_json: AsJson = False,
+) -> None:
+    """Measure whole replays of a request trace, in process.
+
+    Lookup, allocate, commit and free of each request, one at a time, with each recipe. Traces are
+    those of `prefixcache replay`.
+    """
+    from prefixcache.bench.measure import Rounds
+    from prefixcache.bench.replay import ReplaySettings, bench_replay
+    from prefixcache.bench.vllm_peer import replayers
+
+    check_divides(block_size, trace_block)
+    settings = ReplaySettings(block_size=block_size, blocks=blocks)
+    if algorithms is not None:
+        settings = replace(settings, algorithms=_algorithms(algorithms))
+    if quick or rounds is not None:
+        settings = replace(settings, rounds=Rounds.exactly(rounds or 1))
+    trace = open_trace(trace_path, trace_block, requests or (200 if quick else 2_000))
+    vllm, notes = _load_peer(peer)
+    with _progress() as show:
+        report = bench_replay(trace, settings, show, replayers(vllm) if vllm else None)
+    _print(replace(report, notes=notes), as_json)
 
 
 @app.command()
@@ -165,9 +227,7 @@ def _core_settings(quick: bool, rounds: int | None) -> CoreSettings:
             tokens=(2_000,),
             blocks=(20_000,),
             rounds=Rounds.exactly(3),
-            growth=GrowthSettings(
-                blocks=(2_000, 20_000), live=(10, 1_000), rounds=Rounds.exactly(3)
-            ),
+            growth=GrowthSettings(blocks=(2_000, 20_000), live=(10, 200), rounds=Rounds.exactly(3)),
             memory=MemorySettings(blocks=20_000, repeats=1),
         )
     if rounds is not None:
@@ -185,6 +245,18 @@ def _numbers(text: str, option: str) -> tuple[int, ...]:
     if min(found) < 1:
         raise typer.BadParameter(f"{min(found)} is less than 1", param_hint=option)
     return found
+
+
+def _load_peer(name: str | None) -> tuple[Vllm | None, tuple[str, ...]]:
+    """What was asked for, or a note that it is not here."""
+    if name is None:
+        return None, ()
+    from prefixcache.bench.vllm_peer import PeerMissingError, load_vllm
+
+    try:
+        return load_vllm(), ()
+    except PeerMissingError as error:
+        return None, (error.message,)
 
 
 def _algorithms(text: str) -> tuple[str, ...]:

@@ -1,8 +1,7 @@
 """`prefixcache replay`: a trace through pools of several sizes, or through a daemon.
 
-Owns the options, their checks and the printing; an unreadable trace is a usage error. Unlike the
-commands that only ask a daemon, this one changes its cache, so it takes one only by `--target`,
-never by the environment or by default.
+Owns the options, their checks and the printing. Unlike the commands that only ask a daemon, this
+one changes its cache, so it takes one only by `--target`, never by the environment or by default.
 """
 
 from __future__ import annotations
@@ -12,21 +11,25 @@ import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from prefixcache.cli.daemon import AsJson, connect
 from prefixcache.cli.progress import progress_bar
-from prefixcache.errors import InvalidArgumentError
+from prefixcache.cli.trace import (
+    DEFAULT_TRACE_BLOCK,
+    TraceBlock,
+    TracePath,
+    check_divides,
+    open_trace,
+)
 from prefixcache.replay import (
     DaemonTarget,
     InProcessTarget,
     ReplayResult,
     Target,
     Trace,
-    read_trace,
     replay_trace,
 )
 from prefixcache.sizes import MAX_BLOCKS
@@ -56,16 +59,7 @@ class _Run:
 
 
 def replay(
-    trace_path: Annotated[
-        Path,
-        typer.Argument(
-            metavar="TRACE",
-            exists=True,
-            dir_okay=False,
-            readable=True,
-            help="JSON lines with input_length and hash_ids or hash_runs.",
-        ),
-    ],
+    trace_path: TracePath,
     blocks: Annotated[
         str | None,
         typer.Option(
@@ -80,9 +74,7 @@ def replay(
             min=1, help="Tokens of a block; divides the trace block, and is that by default."
         ),
     ] = None,
-    trace_block: Annotated[
-        int, typer.Option(min=1, help="Tokens that one id of the trace stands for.")
-    ] = 512,
+    trace_block: TraceBlock = DEFAULT_TRACE_BLOCK,
     target: Annotated[
         str | None,
         typer.Option(
@@ -115,13 +107,13 @@ def replay(
             raise typer.BadParameter("needs --target", param_hint="--reset")
         sizes = _pool_sizes(blocks)
         size = trace_block if block_size is None else block_size
-        _check_divides(size, trace_block)
-        trace = _read(trace_path, trace_block, first)
+        check_divides(size, trace_block)
+        trace = open_trace(trace_path, trace_block, first)
         _run(trace, _in_process(trace, sizes, size, hash_algorithm or "sha256_cbor"), as_json)
         return
     with connect(target, _TIMEOUT_S) as client:
         _check_options(client.server_info(), blocks, block_size, hash_algorithm, trace_block)
-        trace = _read(trace_path, trace_block, first)
+        trace = open_trace(trace_path, trace_block, first)
         if reset:
             client.reset_cache()
         _run(trace, _through_daemon(client), as_json)
@@ -139,23 +131,6 @@ def _pool_sizes(blocks: str | None) -> list[str]:
                 param_hint="--blocks",
             )
     return sizes
-
-
-def _check_divides(block_size: int, trace_block: int) -> None:
-    if trace_block % block_size:
-        raise typer.BadParameter(
-            f"{block_size} does not divide the trace block of {trace_block} tokens",
-            param_hint="--block-size",
-        )
-
-
-def _read(path: Path, trace_block: int, first: int | None) -> Trace:
-    try:
-        return read_trace(path, trace_block, first)
-    except InvalidArgumentError as error:
-        raise typer.BadParameter(f"{path}: {error}", param_hint="TRACE") from error
-    except OSError as error:
-        raise typer.BadParameter(str(error), param_hint="TRACE") from error
 
 
 def _in_process(
@@ -188,7 +163,7 @@ def _check_options(
     ):
         if given is not None and given != actual:
             raise typer.BadParameter(f"is {given}, the daemon has {actual}", param_hint=option)
-    _check_divides(info.block_size, trace_block)
+    check_divides(info.block_size, trace_block)
 
 
 def _through_daemon(client: Client) -> Iterator[_Run]:

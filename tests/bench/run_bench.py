@@ -8,6 +8,11 @@ from typing import Any
 import pytest
 
 from prefixcache.cli import main
+from tests.replay.cuts import FOLDER
+
+TINY_CORE = ("core", "--quick", "--rounds", "2", "--tokens", "100,33", "--blocks", "3000")
+EDGE = str(FOLDER / "edge_4.jsonl")
+EDGE_SIZES = ("--trace-block", "4", "--block-size", "4")
 
 
 def run_bench(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:

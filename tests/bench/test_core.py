@@ -8,19 +8,17 @@ import cbor2
 import numpy as np
 import pytest
 
-from prefixcache.bench.core import chain_bytes
+from prefixcache.bench.core_calls import chain_bytes
 from prefixcache.bench.growth import LIVE_SECTION, POOL_SECTION
 from prefixcache.bench.memory import bytes_a_block
 from prefixcache.bench.prompts import Prompts
 from prefixcache.cli import main
 from prefixcache.core.hashing import HASH_ALGORITHMS
-from tests.bench.run_bench import report_of, rows_named, run_bench
-
-TINY = ("core", "--quick", "--rounds", "2", "--tokens", "100,33", "--blocks", "3000")
+from tests.bench.run_bench import TINY_CORE, report_of, rows_named, run_bench
 
 
 def test_json_has_every_call_of_every_recipe_and_size(capsys: pytest.CaptureFixture[str]) -> None:
-    report = report_of(capsys, *TINY)
+    report = report_of(capsys, *TINY_CORE)
     assert report["bench"] == "core"
     assert report["settings"]["rounds_done"] == 2
     for algorithm in HASH_ALGORITHMS:
@@ -44,7 +42,7 @@ def test_growth_is_shown_for_each_size_beside_the_smallest(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     picture = tmp_path / "growth.png"
-    text = run_bench(capsys, *TINY, "--algorithms", "xxh3", "--plot", str(picture))
+    text = run_bench(capsys, *TINY_CORE, "--algorithms", "xxh3", "--plot", str(picture))
     assert POOL_SECTION in text
     assert LIVE_SECTION in text
     assert text.count("1x the smallest") >= 5
