@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -26,10 +27,12 @@ from prefixcache.errors import (
 )
 from prefixcache.server.daemon import CacheOptions, Daemon, ModelOptions
 from prefixcache.server.rpc_server import RpcServer
-from prefixcache.storage.layout import KVLayout
+from prefixcache.storage.layout import KVLayout, LatentLayout, Quantization
 from prefixcache.types import CacheUse, FullHit, ResultCode
 from tests.client.twins import open_client
 from tests.support.daemon import running_daemon
+from tests.support.tolerances import assert_close
+from tests.support.toy_model import ToyModel
 
 B, LAYERS, HQ, HKV, D = 4, 2, 4, 2, 8
 CACHE = CacheOptions(num_blocks=48, block_size=B)
@@ -209,6 +212,45 @@ def test_chunks_and_hits_give_the_output_of_one_call(client_kind, dtype):
                 last = hit.prefill(layer, q[11:], k[11:], v[11:])
                 torch.testing.assert_close(last, out[layer][11:])
         assert client.stats().hit_tokens == 11
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        KVLayout(LAYERS, HKV, D, B, "bfloat16", Quantization("float8_e4m3")),
+        KVLayout(LAYERS, HKV, D, B, "float16", Quantization("int8")),
+        LatentLayout(LAYERS, D, 4, B, "float32"),
+    ],
+    ids=["float8", "int8", "latent"],
+)
+def test_kv_of_any_kind_give_the_numbers_of_float64(client_kind, layout):
+    toy = ToyModel(layout, HQ)
+    options = replace(toy.options, window=5, sinks=(0.5,) * HQ)
+    tokens = list(range(10))
+
+    def run(call, layer, first):
+        part = [of(layer, tokens, first) for of in (toy.q, toy.k, toy.v)]
+        assert_close(call(layer, *part, options), toy.exact(layer, tokens, first, options))
+
+    with (
+        running_daemon(CACHE, ModelOptions(layout)) as running,
+        open_client(client_kind, running.target) as client,
+    ):
+        assert client.server_info().layout == layout
+        with client.sequence(tokens) as sequence:
+            for layer in range(LAYERS):
+                run(sequence.prefill, layer, 0)
+            (child,) = sequence.fork()
+            tokens.append(7)
+            assert len(child.append([7]).copies) == 1
+            for layer in range(LAYERS):
+                run(child.decode, layer, 10)
+            child.free()
+        tokens[8:] = [50, 51]
+        with client.sequence(tokens) as hit:
+            assert hit.num_cached_tokens == 8
+            for layer in range(LAYERS):
+                run(hit.prefill, layer, 8)
 
 
 def test_numpy_and_torch_get_the_same_numbers(client_kind):

@@ -217,6 +217,13 @@ def test_the_options_are_the_callers(served: Served) -> None:
         run.free()
 
 
+def test_a_window_wider_than_any_sequence_is_none(plain: Served) -> None:
+    run = plain.run(range(9))
+    for layer, window in zip(LAYERS, (9, 2**31, 2**32 - 1), strict=True):
+        for count, name in ((6, "Prefill"), (3, "Decode")):
+            compute_batch(layer, [(run, count)], name, AttentionOptions(window=window))
+
+
 def test_each_call_has_its_own_options(plain: Served) -> None:
     run = plain.run(range(9))
     for options, count in zip(options_for(plain.model), (2, 3, 1, 2, 1), strict=True):
