@@ -17,7 +17,9 @@ from prefixcache.attention.batch import AttentionBatch
 from prefixcache.attention.checks import check_attention
 from prefixcache.attention.device import uses_triton
 from prefixcache.attention.prefill import attend_many
+from prefixcache.attention.selection import choose_shared_prefix
 from prefixcache.attention.sequence_kv import KVReader
+from prefixcache.attention.shared_streaming import attend_shared
 from prefixcache.attention.streaming import attend_streaming, tile_blocks
 from prefixcache.storage.kv_cache import KVCache
 from prefixcache.types import AttentionOptions
@@ -46,10 +48,15 @@ def decode(
     out = q.new_empty(*q.shape[:2], cache.values.shape[3])
     max_blocks = min(tile_blocks(cache, q.shape[1]), batch.block_tables.shape[1])
     reader = KVReader(cache, max_blocks)
+    plan = choose_shared_prefix(cache, batch, options)
+    if plan is not None:
+        attend_shared(q, reader, batch, plan, options, out)
     starts = batch.query_start.tolist()
     for sequence, seq_len in enumerate(batch.seq_lens.tolist()):
         new = slice(starts[sequence], starts[sequence + 1])
         table = batch.block_tables[sequence]
+        if plan is not None and plan.private_starts[sequence] > 0:
+            continue
         if new.stop - new.start > FEW_TOKENS:
             attend_many(q[new], cache, table, seq_len, options, out[new])
         elif new.stop > new.start:

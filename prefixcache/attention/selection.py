@@ -1,4 +1,5 @@
-"""Which tiles and how many splits the Triton kernels run with: the one place that decides.
+"""Which tiles and how many splits the Triton kernels run with, and whether blocks that sequences
+share are read once for all of them: the one place that decides.
 
 From shapes, dtype and architecture alone, so that nothing is tuned while a daemon serves. Imports
 no triton. Pure, but for asking torch about a device once.
@@ -17,6 +18,11 @@ from types import MappingProxyType
 
 import torch
 
+from prefixcache.attention.batch import AttentionBatch, PrefixSharing
+from prefixcache.attention.shared_prefix import SharedPrefix
+from prefixcache.storage.kv_cache import KVCache
+from prefixcache.types import AttentionOptions
+
 _MAX_SPLITS = 64  # `combine` joins so many in one program's registers
 _SPLIT_STEP = 4  # each count is a kernel to compile, and a split without keys costs next to nothing
 _WARPS_OF_A_CORE = 12  # of these kernels, whose registers bound it: 150 to 180 a thread
@@ -24,6 +30,10 @@ _TILES_OF_A_SPLIT = 4  # below that, starting a program costs more than its shar
 _SMALLEST_DOT = 16  # tl.dot takes no smaller side
 FLOAT8_ARCHITECTURES = {"sm_90", "sm_100", "interpreter"}
 """Those that convert float8 e4m3; elsewhere kernels take its bytes apart."""
+MIN_SAVED_BYTES = MappingProxyType({"cpu": 2**20, "cuda": 2**24})
+"""K/V that a layer must read less, by kind of device, so that shared blocks are read once. On CPU
+1 MiB takes as long to read as joining the parts does in small calls (measured, 0.1 ms); on a GPU
+16 MiB take as long as a launch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,3 +233,21 @@ def _find_rule(shapes: Shapes, architecture: str, rows: int) -> Rule:
         and (rule.max_element_bytes is None or shapes.dtype.itemsize <= rule.max_element_bytes)
         and (rule.max_stored_bytes is None or shapes.stored.itemsize <= rule.max_stored_bytes)
     )
+
+
+def choose_shared_prefix(
+    cache: KVCache, batch: AttentionBatch, options: AttentionOptions
+) -> SharedPrefix | None:
+    """How to read shared blocks once; None where each sequence had better read all of its own.
+
+    So it does under a window, where a query sees the end of a run only, if any of it.
+    """
+    if options.window is not None:
+        return None
+    _, num_kv_heads, block_size, head_dim = cache.keys.shape
+    plan = batch.shared_prefix(block_size)
+    if plan is None or batch.prefix_sharing is PrefixSharing.ALWAYS:
+        return plan
+    num_elements = num_kv_heads * (head_dim + (0 if cache.is_latent else cache.values.shape[3]))
+    saved_bytes = plan.saved_tokens * num_elements * cache.keys.dtype.itemsize
+    return plan if saved_bytes >= MIN_SAVED_BYTES[cache.keys.device.type] else None

@@ -32,6 +32,10 @@ class KVTile:
     keys: torch.Tensor
     values: torch.Tensor
 
+    @property
+    def end(self) -> int:
+        return self.first + self.keys.shape[1]
+
 
 class KVReader:
     """Reads up to `max_blocks` blocks at a time, into memory that it uses again and again.

@@ -10,6 +10,8 @@ Threads: pure but for reading the cache.
 
 from __future__ import annotations
 
+import copy
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -53,82 +55,110 @@ def attend_streaming(
     step = max(1, MAX_SCORES // (num_query_heads * reader.tile_tokens))
     for first in range(0, num_tokens, step):
         end = min(first + step, num_tokens)
-        rows = _Rows(q[first:end], reader.num_kv_heads, context + first, options)
-        seen = first_seen(rows.start, options.window)
+        rows = RunningSoftmax(
+            q[first:end], reader, np.arange(context + first, context + end), options
+        )
+        seen = first_seen(context + first, options.window)
+        seen_by_all = first_seen(context + end - 1, options.window)
         for tile in reader.tiles(block_table, seen, context + end):
-            rows.take(tile)
+            all_see_it = tile.first >= seen_by_all and tile.end <= context + first + 1
+            rows.take(tile, masked=not all_see_it)
         out[first:end] = rows.result()
 
 
-class _Rows:
-    """Running softmax of the queries of each KV head: row t * G + g is head g of token t.
+class RunningSoftmax:
+    """Attention of T queries over the tiles so far. Row t * G + g of a KV head is query t's head g.
 
-    With R = T * G, `maximum` and `total` are `[Hkv, R, 1]`, `weighted` is `[Hkv, R, Dv]`.
+    With R = T * G, `maximum` and `total` are `[Hkv, R, 1]`, `weighted` is `[Hkv, R, Dv]`; nothing
+    stands there before the first tile, unless a sink does, which is a score without a value.
     """
 
     def __init__(
-        self, q: torch.Tensor, num_kv_heads: int, start: int, options: AttentionOptions
+        self,
+        q: torch.Tensor,
+        reader: KVReader,
+        positions: npt.NDArray[np.int64],
+        options: AttentionOptions,
     ) -> None:
-        self.start = start
+        """q: `[T, Hq, D]` of any dtype; positions: `[T]`; reader: of the K/V to come."""
         self._options = options
+        self._positions = positions
         num_tokens, num_query_heads, head_dim = q.shape
-        self._shape = (num_kv_heads, num_tokens, num_query_heads // num_kv_heads)
-        rows = q.view(num_tokens, num_kv_heads, -1, head_dim).transpose(0, 1).float()
-        self._queries = (rows * options.scale_for(head_dim)).reshape(num_kv_heads, -1, head_dim)
+        self._num_kv_heads = reader.num_kv_heads
+        self._value_dim = reader.value_dim
+        self._group = num_query_heads // reader.num_kv_heads
+        rows = q.view(num_tokens, reader.num_kv_heads, -1, head_dim).transpose(0, 1).float()
+        rows = rows * options.scale_for(head_dim)
+        self._queries = rows.reshape(reader.num_kv_heads, -1, head_dim)
         self._slopes = self._per_row(options.alibi_slopes) if options.alibi_slopes else None
         self._maximum: torch.Tensor | None = None
+        if options.sinks:
+            self._begin(self._per_row(options.sinks), 1.0)
 
     def _per_row(self, numbers: tuple[float, ...]) -> torch.Tensor:
         """A number of each query head, for each row: `[Hkv, R, 1]`."""
-        heads, num_tokens, group = self._shape
-        column = self._queries.new_tensor(numbers).view(heads, 1, group)
-        return column.repeat(1, num_tokens, 1).view(heads, -1, 1)
+        column = self._queries.new_tensor(numbers).view(self._num_kv_heads, 1, self._group)
+        return column.repeat(1, len(self._positions), 1).view(self._num_kv_heads, -1, 1)
 
-    def take(self, tile: KVTile) -> None:
+    def _begin(self, maximum: torch.Tensor, total: float) -> None:
+        self._maximum = maximum
+        self._total = torch.full_like(maximum, total)
+        self._weighted = maximum.new_zeros(*maximum.shape[:2], self._value_dim)
+
+    def part(self, first: int, end: int) -> RunningSoftmax:
+        """Queries [first, end), to take tiles that only they see: a view of this one's memory."""
+        if self._maximum is None:
+            self._begin(self._queries.new_full((*self._queries.shape[:2], 1), -torch.inf), 0.0)
+        part = copy.copy(self)
+        part._positions = self._positions[first:end]
+        rows = slice(first * self._group, end * self._group)
+        for name in ("_queries", "_slopes", "_maximum", "_total", "_weighted"):
+            tensor = getattr(self, name)
+            setattr(part, name, None if tensor is None else tensor[:, rows])
+        return part
+
+    def take(self, tile: KVTile, *, masked: bool) -> None:
+        """All queries see the tile; masked: some of them only a part of it."""
         scores = torch.bmm(self._queries, tile.keys.transpose(1, 2))
-        self._weigh(scores, tile.first)
+        self._weigh(scores, tile, masked=masked)
         before, maximum = self._maximum, scores.amax(dim=2, keepdim=True)
-        if before is None and self._options.sinks:
-            before = self._per_row(self._options.sinks)
-            self._total = torch.ones_like(before)
-            self._weighted = before.new_zeros(*before.shape[:2], tile.values.shape[2])
         if before is not None:
             maximum = torch.maximum(before, maximum)
         weights = scores.sub_(maximum).exp_()
         total = weights.sum(dim=2, keepdim=True)
         if before is None:
-            self._total, self._weighted = total, torch.bmm(weights, tile.values)
+            self._maximum, self._total = maximum, total
+            self._weighted = torch.bmm(weights, tile.values)
         else:
-            faded = before.sub_(maximum).exp_()
+            faded = before.sub(maximum).exp_()
             self._total.mul_(faded).add_(total)
-            self._weighted.mul_(faded).baddbmm_(weights, tile.values)
-        self._maximum = maximum
+            # Not baddbmm_, which takes a part's rows head by head.
+            self._weighted.mul_(faded).add_(torch.bmm(weights, tile.values))
+            before.copy_(maximum)
 
-    def _weigh(self, scores: torch.Tensor, first: int) -> None:
-        """Apply the options to the scores of the positions from `first` on, in place."""
+    def _weigh(self, scores: torch.Tensor, tile: KVTile, *, masked: bool) -> None:
+        """Apply the options to the scores, in place."""
         options = self._options
-        _, num_tokens, group = self._shape
         if options.soft_cap is not None:
             scores.div_(options.soft_cap).tanh_().mul_(options.soft_cap)
-        end = first + scores.shape[2]
-        last = self.start + num_tokens - 1
-        all_seen = end <= self.start + 1 and first >= first_seen(last, options.window)
-        if all_seen and self._slopes is None:
+        if self._slopes is None and not masked:
             return
-        positions = torch.arange(self.start, last + 1, device=scores.device)
-        positions = positions.repeat_interleave(group)[:, None]
-        distances = torch.arange(first, end, device=scores.device) - positions
+        positions = torch.from_numpy(self._positions.repeat(self._group))[:, None]
+        keys = torch.arange(tile.first, tile.end, device=scores.device)
+        distances = keys - positions.to(scores.device)
         if self._slopes is not None:
             scores.addcmul_(self._slopes, distances.float())
-        hidden = distances > 0
-        if options.window is not None:
-            hidden |= distances <= -options.window
-        # Finite, since a row may see nothing of its first tiles: what they leave fades to 0 when
-        # its own token comes.
-        scores.masked_fill_(hidden, torch.finfo(scores.dtype).min)
+        if masked:
+            hidden = distances > 0
+            if options.window is not None:
+                hidden |= distances <= -options.window
+            # Finite, since a row may see nothing of its first tiles: what they leave fades to 0
+            # when its own token comes.
+            scores.masked_fill_(hidden, torch.finfo(scores.dtype).min)
 
     def result(self) -> torch.Tensor:
         """`[T, Hq, Dv] float32`."""
-        heads, num_tokens, group = self._shape
-        out = (self._weighted / self._total).view(heads, num_tokens, group, -1)
-        return out.transpose(0, 1).reshape(num_tokens, heads * group, -1)
+        out = (self._weighted / self._total).view(
+            self._num_kv_heads, len(self._positions), self._group, -1
+        )
+        return out.transpose(0, 1).flatten(1, 2)
