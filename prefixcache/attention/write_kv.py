@@ -11,6 +11,7 @@ import torch
 
 from prefixcache.attention.checks import check_write
 from prefixcache.attention.device import uses_triton
+from prefixcache.attention.selection import as_loaded
 from prefixcache.storage.kv_cache import LARGEST_STORED, SMALLEST_SCALE, KVCache
 
 TILE_ELEMENTS = 2048  # of K, and of V, that a program moves: two loads of 16 bytes a thread
@@ -22,8 +23,9 @@ def write_kv(
 ) -> None:
     """Store token t's K/V at slot `slot_mapping[t]`; those with slot -1 are skipped.
 
-    cache: written in place. k: `[T, Hkv, D]`, v: `[T, Hkv, Dv]`, of the cache's dtype;
-    slot_mapping: `[T]` int64, no slot twice.
+    cache: written in place, scales included. k: `[T, Hkv, D]`, v: `[T, Hkv, Dv]`, of the cache's
+    dtype, and of any if that is quantised; v is None for latent K/V. slot_mapping: `[T]` int64, no
+    slot twice.
 
     Raises InvalidArgumentError, with nothing written, on a wrong shape, dtype or device or a slot
     out of range.
@@ -40,25 +42,32 @@ def _launch(
 ) -> None:
     from prefixcache.attention.kernels.write_kv import write_kv_kernel
 
-    key_cache, value_cache = cache.keys, cache.values
-    _, num_heads, block_size, head_dim = key_cache.shape
+    _, num_heads, block_size, head_dim = cache.keys.shape
     num_rows = len(slot_mapping) * num_heads
     if num_rows == 0:
         return
+    scales = cache.scales
+    fixed_key_scale, fixed_value_scale = (scales and scales.fixed) or (None, None)
     block_d = 1 << (head_dim - 1).bit_length()
     tile_rows = max(1, TILE_ELEMENTS // block_d)
-    with torch.cuda.device_of(key_cache):
+    with torch.cuda.device_of(cache.keys):
         write_kv_kernel[(-(-num_rows // tile_rows),)](
-            key_cache,
-            value_cache,
+            as_loaded(cache.keys),
+            as_loaded(cache.values),
+            scales and scales.keys,
+            scales and scales.values,
             k,
             v,
             slot_mapping,
+            fixed_key_scale,
+            fixed_value_scale,
             num_rows,
-            key_cache.stride(),
-            value_cache.stride(),
+            cache.keys.stride(),
+            cache.values.stride(),
+            scales and scales.keys.stride(),
+            scales and scales.values.stride(),
             k.stride(),
-            v.stride(),  # type: ignore[union-attr]
+            None if v is None else v.stride(),
             NUM_HEADS=num_heads,
             BLOCK_SIZE=block_size,
             HEAD_DIM=head_dim,

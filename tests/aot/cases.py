@@ -76,6 +76,8 @@ class Case:
     """The launch on a target."""
     moves_only: bool = False
     """Copies memory: every store is 16 bytes wide."""
+    quantizes: bool = False
+    """Stores a byte an element: 16 bytes loaded are 8 or 4 stored, and a scale has 4."""
     has_dots: bool = False
     """Multiplies matrices of 16-bit floats: on tensor cores, from K/V loaded asynchronously."""
     ceilings: Mapping[str, Ceiling] = field(default_factory=dict)
@@ -83,18 +85,37 @@ class Case:
     targets: tuple[str, ...] = EVERYWHERE
 
 
-def _write_kv(dtype: str, head_dim: int) -> Launch:
+def stored_type(stored: torch.dtype, target: str) -> str:
+    """How kernels for a target take an element of the cache."""
+    if stored == torch.float8_e4m3fn and target not in FLOAT8_ARCHITECTURES:
+        return "u8"
+    return TYPES[stored]
+
+
+def _write_kv(
+    target: str, dtype: torch.dtype, head_dim: int, stored: torch.dtype, *, is_fixed: bool = False
+) -> Launch:
     block_d = 1 << (head_dim - 1).bit_length()
+    element = stored_type(stored, target)
+    scales, scale_strides = None, None
+    if stored != dtype:
+        scales, scale_strides = "*fp32:16", FIXED_SCALE_STRIDES if is_fixed else SCALE_STRIDES
     return Launch(
         {
-            "key_cache": f"*{dtype}:16",
-            "value_cache": f"*{dtype}:16",
-            "k": f"*{dtype}:16",
-            "v": f"*{dtype}:16",
+            "key_cache": f"*{element}:16",
+            "value_cache": f"*{element}:16",
+            "key_scales": scales,
+            "value_scales": scales,
+            "k": f"*{TYPES[dtype]}:16",
+            "v": f"*{TYPES[dtype]}:16",
             "slot_mapping": "*i64:16",
+            "fixed_key_scale": "fp32" if is_fixed else None,
+            "fixed_value_scale": "fp32" if is_fixed else None,
             "num_rows": "i32",
             "key_cache_strides": CACHE_STRIDES,
             "value_cache_strides": CACHE_STRIDES,
+            "key_scale_strides": scale_strides,
+            "value_scale_strides": scale_strides,
             "k_strides": TOKEN_STRIDES,
             "v_strides": TOKEN_STRIDES,
             "NUM_HEADS": 8,
@@ -103,6 +124,19 @@ def _write_kv(dtype: str, head_dim: int) -> Launch:
             "BLOCK_D": block_d,
             "TILE_ROWS": write_kv.TILE_ELEMENTS // block_d,
         }
+    )
+
+
+def _write_case(
+    name: str, dtype: torch.dtype, head_dim: int, stored: torch.dtype | None = None, **kind: bool
+) -> Case:
+    """`name` is completed by dtype and head dim."""
+    return Case(
+        f"{name} {TYPES[dtype]} D{head_dim}",
+        write_kv_kernel,
+        lambda target: _write_kv(target, dtype, head_dim, stored or dtype, **kind),
+        moves_only=stored is None,
+        quantizes=stored is not None,
     )
 
 
@@ -132,13 +166,6 @@ def _combine() -> Launch:
             "NUM_HEADS": 1,
         }
     )
-
-
-def stored_type(stored: torch.dtype, target: str) -> str:
-    """How kernels for a target take an element of the cache."""
-    if stored == torch.float8_e4m3fn and target not in FLOAT8_ARCHITECTURES:
-        return "u8"
-    return TYPES[stored]
 
 
 def _attention(
@@ -248,8 +275,11 @@ _NVIDIA = ("sm_80", "sm_90")
 
 CASES = (
     Case("copy_blocks", copy_blocks_kernel, lambda _: _copy_blocks(), moves_only=True),
-    Case("write_kv bf16 D128", write_kv_kernel, lambda _: _write_kv("bf16", 128), moves_only=True),
-    Case("write_kv fp32 D80", write_kv_kernel, lambda _: _write_kv("fp32", 80), moves_only=True),
+    _write_case("write_kv", torch.bfloat16, 128),
+    _write_case("write_kv", torch.float32, 80),
+    _write_case("write_kv fp8", torch.bfloat16, 128, torch.float8_e4m3fn),
+    _write_case("write_kv fp8 fixed", torch.float16, 80, torch.float8_e4m3fn, is_fixed=True),
+    _write_case("write_kv int8", torch.bfloat16, 128, torch.int8),
     Case("combine bf16 D128", combine_kernel, lambda _: _combine()),
     _attention_case("decode", torch.bfloat16, 128, 4),
     _attention_case("decode, split", torch.bfloat16, 128, 4, num_sequences=1),

@@ -32,6 +32,8 @@ def problems(
         yield f"{code['narrow_loads']} loads of one element"
     if case.moves_only and code["narrow_stores"]:
         yield f"{code['narrow_stores']} stores of less than 16 bytes"
+    if case.quantizes and code["byte_stores"]:
+        yield f"{code['byte_stores']} stores of less than 4 bytes"
     if not code["loads"] and not code["async_loads"]:
         yield "no load of 16 bytes"
     if case.has_dots:

@@ -34,12 +34,14 @@ _CUDA_CODE = {
     "async_loads": r"\bLDGSTS\S*\.128\b",
     "loads": r"\bLDG(?!STS)\S*\.128\b",
     "narrow_stores": r"\bSTG(?!\S*\.128\b)",
+    "byte_stores": r"\bSTG\S*\.[US](?:8|16)\b",
     "narrow_loads": r"\bLDG(?:STS)?\S*\.[US](?:8|16)\b",
 }
 _AMD_CODE = {
     "mma": r"\bv_mfma_",
     "loads": r"\b(?:global|buffer)_load_dwordx4\b",
     "narrow_stores": r"\b(?:global|buffer)_store_(?!dwordx4\b)",
+    "byte_stores": r"\b(?:global|buffer)_store_(?:byte|short)",
     "narrow_loads": r"\b(?:global|buffer)_load_(?:[us]byte|[us]short|short)",
 }
 

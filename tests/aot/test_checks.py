@@ -19,6 +19,7 @@ ATTENTION = Case(
     "a", None, lambda _: ROWS_64, has_dots=True, ceilings={"gfx942": Ceiling(5, "narrow tiles")}
 )
 MOVE = Case("m", None, lambda _: ROWS_64, moves_only=True)
+QUANTIZE = Case("q", None, lambda _: ROWS_64, quantizes=True)
 ROWS_16 = Launch({"BLOCK_M": 16}, num_stages=3)
 ROWS_64 = Launch({"BLOCK_M": 64}, num_stages=3)
 NOTHING = dict.fromkeys(compile._CUDA_CODE, 0)
@@ -62,6 +63,7 @@ def test_good_kernels_have_no_problems(target: str) -> None:
         (ATTENTION, "sm_100", {"async_loads": 0, "loads": 4}, "no asynchronous load"),
         (MOVE, "sm_90", {"async_loads": 0}, "no load of 16 bytes"),
         (MOVE, "gfx942", {"narrow_stores": 1}, "stores of less than 16 bytes"),
+        (QUANTIZE, "sm_90", {"byte_stores": 1}, "stores of less than 4 bytes"),
     ],
 )
 def test_a_problem_is_named(case: Case, target: str, change: dict[str, Any], problem: str) -> None:
@@ -78,6 +80,8 @@ def test_a_problem_is_named(case: Case, target: str, change: dict[str, Any], pro
         (ATTENTION, "sm_100", {"mma": 0, "tcgen05": 4}),
         (ATTENTION, "gfx942", {"async_loads": 0, "loads": 4}),
         (MOVE, "sm_90", {"mma": 0, "wgmma": 0}),
+        (MOVE, "sm_90", {"byte_stores": 1}),
+        (QUANTIZE, "sm_90", {"narrow_stores": 1}),
     ],
 )
 def test_what_is_allowed_is_no_problem(case: Case, target: str, change: dict[str, Any]) -> None:
@@ -93,6 +97,7 @@ def test_instructions_are_counted_in_machine_code() -> None:
         STG.E.128 desc[UR6][R2.64], R4 ;
         STG.E.64 desc[UR6][R2.64], R4 ;
         STG.E desc[UR6][R2.64], R4 ;
+        STG.E.U8 desc[UR6][R2.64], R4 ;
         STL.64 [R1], R4 ;
         @!P0 LDL R4, [R1] ;
         HGMMA.64x128x16.F32.BF16 R24, gdesc[UR8], R24 ;
@@ -107,7 +112,8 @@ def test_instructions_are_counted_in_machine_code() -> None:
         "async_loads": 1,
         "loads": 1,
         "narrow_loads": 1,
-        "narrow_stores": 2,
+        "narrow_stores": 3,
+        "byte_stores": 1,
     }
 
 

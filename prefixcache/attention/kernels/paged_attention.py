@@ -72,8 +72,10 @@ def load_kv(
         stored = tl.load(pointers)
     # Every float8 and int8 number is one of 16 bits too.
     if cache.dtype.element_ty == tl.uint8:
-        return decode_e4m3(stored).to(DTYPE)
-    return stored.to(DTYPE)
+        numbers = decode_e4m3(stored)
+    else:
+        numbers = stored
+    return numbers.to(DTYPE)
 
 
 @triton.jit
@@ -81,8 +83,10 @@ def load_scales(scales, strides, blocks, offsets, readable, MASKED: tl.constexpr
     """What the K or V of some slots are multiplied with: `[BLOCK_N] fp32`."""
     pointers = scales + blocks * strides[0] + offsets * strides[2]
     if MASKED:
-        return tl.load(pointers, mask=readable, other=0.0)
-    return tl.load(pointers)
+        loaded = tl.load(pointers, mask=readable, other=0.0)
+    else:
+        loaded = tl.load(pointers)
+    return loaded
 
 
 @triton.jit

@@ -17,12 +17,14 @@ from tests.attention.test_write_kv import (
     test_a_cache_may_have_any_strides,
     test_a_refusal_names_the_argument_and_writes_nothing,
     test_exactly_the_named_slots_change,
+    test_latents_are_written_once_as_keys,
 )
 
 __all__ = [
     "test_a_cache_may_have_any_strides",
     "test_a_refusal_names_the_argument_and_writes_nothing",
     "test_exactly_the_named_slots_change",
+    "test_latents_are_written_once_as_keys",
 ]
 
 

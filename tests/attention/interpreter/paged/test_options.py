@@ -24,13 +24,6 @@ CONTEXTS, QUERIES = [0, 5, 4, 0, 60, 7, 0], [9, 1, 0, 1, 1, 5, 8]
 NUM_HEADS = 4
 
 
-@pytest.fixture(params=["by instruction", "by hand"])
-def float8(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both ways to read float8."""
-    if request.param == "by hand":
-        monkeypatch.setattr(selection, "FLOAT8_ARCHITECTURES", set())
-
-
 @pytest.mark.parametrize("num_splits", [1, 4])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_options_alone_and_together(name: str, num_splits: int) -> None:
@@ -42,7 +35,7 @@ def test_options_alone_and_together(name: str, num_splits: int) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("stored", STORED, ids=str)
-@pytest.mark.usefixtures("float8")
+@pytest.mark.usefixtures("float8_way")
 def test_quantised_caches(stored: Stored, dtype: torch.dtype) -> None:
     case = make_case(CONTEXTS, QUERIES, dtype=dtype, **stored)
     assert_close(run(case), case.exact())
