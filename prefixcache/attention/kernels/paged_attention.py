@@ -72,21 +72,15 @@ def load_kv(
         stored = tl.load(pointers)
     # Every float8 and int8 number is one of 16 bits too.
     if cache.dtype.element_ty == tl.uint8:
-        numbers = decode_e4m3(stored)
-    else:
-        numbers = stored
-    return numbers.to(DTYPE)
+        stored = decode_e4m3(stored)
+    return stored.to(DTYPE)
 
 
 @triton.jit
 def load_scales(scales, strides, blocks, offsets, readable, MASKED: tl.constexpr):
     """What the K or V of some slots are multiplied with: `[BLOCK_N] fp32`."""
     pointers = scales + blocks * strides[0] + offsets * strides[2]
-    if MASKED:
-        loaded = tl.load(pointers, mask=readable, other=0.0)
-    else:
-        loaded = tl.load(pointers)
-    return loaded
+    return tl.load(pointers, mask=readable, other=0.0) if MASKED else tl.load(pointers)
 
 
 @triton.jit
@@ -382,9 +376,7 @@ def paged_attention_kernel(  # noqa: PLR0912, PLR0915 - a program from its numbe
 
     # A row may see none of this split's keys.
     divisor = tl.where(total == 0.0, 1.0, total)
-    result = sums / divisor[:, None]
-    if value_scales is not None:
-        result = result / _VALUE_SHIFT
+    result = sums / (divisor if value_scales is None else divisor * _VALUE_SHIFT)[:, None]
     pointers = out + outputs[:, None] * HEAD_DIM + elements[None, :]
     tl.store(pointers, result.to(out.dtype.element_ty), mask=element_exists)
     if NUM_SPLITS > 1:
