@@ -6,6 +6,7 @@ Hashing a prompt happens before the lock is taken. Safe to call from many thread
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from prefixcache.rpc._pb import cache_pb2
 from prefixcache.rpc.status import status_message
 from prefixcache.rpc.wire import column32, column64, twin
 from prefixcache.server import checks
-from prefixcache.server.daemon import Daemon
+from prefixcache.server.daemon import REPLY_HEADROOM_BYTES, Daemon
 
 _MAX_UINT32 = 2**32 - 1
 
@@ -158,11 +159,24 @@ class CacheService:
                 reply = self._part(response, name, 0, call, getattr(request, name))
                 if reply is not None:
                     getattr(response, name).CopyFrom(reply)
-        nothing = twin("AllocateResponse")()
+        nothing, num_bytes = twin("AllocateResponse")(), response.ByteSize()
         for index, part in enumerate(request.allocates):
-            reply = self._part(response, "allocates", index, self.allocate, part)
+            call = partial(self._allocate_in_step, num_bytes=num_bytes)
+            reply = self._part(response, "allocates", index, call, part)
             response.allocates.append(nothing if reply is None else reply)
+            num_bytes += response.allocates[-1].ByteSize()
         return response
+
+    def _allocate_in_step(self, request: cache_pb2.AllocateRequest, num_bytes: int) -> Any:
+        """num_bytes: of the answer so far. What cannot be sent would be lost to its caller."""
+        num_slots = len(request.token_ids) + request.num_lookahead_tokens
+        num_blocks = min(-(-num_slots // self._block_size), self._sequences.pool.num_blocks)
+        limit = self._daemon.info.limits.max_message_bytes
+        if num_bytes + 4 * num_blocks + REPLY_HEADROOM_BYTES > limit:
+            raise InvalidArgumentError(
+                "allocates", f"its {num_blocks} block ids do not fit into the step's answer too"
+            )
+        return self.allocate(request)
 
     def _part(
         self, response: Any, name: str, index: int, call: Callable[[Any], Any], request: Any

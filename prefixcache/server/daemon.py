@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 API_VERSION = "v1"
 MAX_STEP_ALLOCATES = 1024
 """New sequences in one step: a refused one takes a few bytes to ask for and many to answer."""
-_REPLY_HEADROOM_BYTES = 1024
+REPLY_HEADROOM_BYTES = 1024
+"""What a reply may hold beside block ids."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +83,7 @@ class Daemon:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         model, limits = model or ModelOptions(), limits or LimitOptions()
-        largest_reply = 4 * cache.num_blocks + _REPLY_HEADROOM_BYTES
+        largest_reply = 4 * cache.num_blocks + REPLY_HEADROOM_BYTES
         if limits.max_message_bytes < largest_reply:
             raise InvalidArgumentError(
                 "max_message_bytes",

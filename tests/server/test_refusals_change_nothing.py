@@ -27,7 +27,16 @@ from prefixcache.types import AttentionOptions
 from tests.support.daemon import running_daemon
 from tests.support.gate import held
 from tests.support.invariants import check_invariants, snapshot
-from tests.support.stubs import METHODS, Peer, Refused, Row, Stubs, connected
+from tests.support.stubs import (
+    METHODS,
+    Peer,
+    Refused,
+    Row,
+    StepCall,
+    Stubs,
+    connected,
+    refusals,
+)
 
 NUM_BLOCKS, BLOCK_SIZE = 12, 4
 LAYOUT = KVLayout(2, 1, 4, BLOCK_SIZE, "float32")
@@ -36,6 +45,7 @@ OTHER_LAYOUTS = [
     LatentLayout(2, 3, 2, BLOCK_SIZE, "float32"),
 ]
 LAYERS = range(LAYOUT.num_layers)
+STEP_FIELDS = {"Free": "free", "Commit": "commit", "Append": "append", "Allocate": "allocates"}
 PROMPTS = [list(range(start, start + 24)) for start in (0, 0, 100)]
 PROMPTS[1][10:] = range(50, 64)
 
@@ -69,9 +79,10 @@ class Refusal:
 class World:
     """A daemon, two owners, and what a history did to it."""
 
-    def __init__(self, daemon: Daemon, stubs: Stubs) -> None:
+    def __init__(self, daemon: Daemon, stubs: Stubs, stream: StepCall) -> None:
         self.daemon = daemon
         self.stubs = stubs
+        self.stream = stream
         self.layout = LAYOUT if daemon.engine is None else daemon.engine.memory.layout
         self.peers = [Peer(stubs, bytes([number]) * 16) for number in (1, 2)]
         self.stranger = Peer(stubs, os.urandom(16))
@@ -430,12 +441,28 @@ class World:
                 assert refused.reason == refusal.reason, (refusal, refused)
             else:
                 assert tuple(reply.result_codes) == refusal.codes != (), (refusal, reply)
+            in_a_step = refusal.name in STEP_FIELDS and not isinstance(refusal.request, bytes)
+            if in_a_step:
+                self.check_in_a_step(refusal)
             assert self.state() == before, refusal
             if refusal.counter:
-                counters[refusal.counter] += 1
+                counters[refusal.counter] += 1 + in_a_step
             assert self.refusal_counters() == counters, refusal
         with self.daemon.sequences.lock:
             check_invariants(self.daemon.sequences)
+
+    def check_in_a_step(self, refusal: Refusal) -> None:
+        field = STEP_FIELDS[refusal.name]
+        is_list = field == "allocates"
+        parts = {field: [refusal.request] if is_list else refusal.request}
+        reply = self.stream.run(cache_pb2.StepRequest(**parts))
+        if refusal.codes:
+            assert not reply.errors
+            assert tuple(getattr(reply, field).result_codes) == refusal.codes, (refusal, reply)
+        else:
+            ((place, refused),) = refusals(reply).items()
+            assert place == (field, 0)
+            assert refused.reason == refusal.reason, (refusal, refused)
 
 
 def changed(request: Any, **fields: Any) -> Any:
@@ -450,8 +477,12 @@ def changed(request: Any, **fields: Any) -> Any:
 
 def after(steps: list[Step], model: ModelOptions | None, check: Callable[[World], None]) -> None:
     cache = CacheOptions(NUM_BLOCKS, BLOCK_SIZE, hash_seed="a seed of the refusal tests")
-    with running_daemon(cache, model) as running, connected(running.target) as stubs:
-        world = World(running.daemon, stubs)
+    with (
+        running_daemon(cache, model) as running,
+        connected(running.target) as stubs,
+        stubs.steps() as stream,
+    ):
+        world = World(running.daemon, stubs, stream)
         # A hit that a refused call made young would change places with the younger prompt.
         world.fill(PROMPTS[0][:9])
         world.fill(PROMPTS[2][:5])

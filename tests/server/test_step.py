@@ -143,6 +143,18 @@ def test_what_a_step_commits_lets_go_of_the_source_of_a_copy() -> None:
             assert not reply.errors and reply.allocates[0].sequence_id
 
 
+def test_what_a_step_appends_is_not_there_for_its_commit(peer: Peer, steps: StepCall) -> None:
+    sequence_id = peer.allocate(range(6)).sequence_id
+    reply = steps.run(
+        StepRequest(
+            append=peer.append_request([Row(sequence_id, 6, (6, 7))]),
+            commit=peer.commit_request([(sequence_id, 0, 8)]),
+        )
+    )
+    assert list(reply.commit.result_codes) == [cache_pb2.RESULT_CODE_BEYOND_TOKENS]
+    assert list(reply.append.result_codes) == [OK]
+
+
 def test_a_step_takes_at_most_so_many_new_sequences(
     running: RunningDaemon, peer: Peer, stubs: Stubs
 ) -> None:

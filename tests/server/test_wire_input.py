@@ -18,7 +18,16 @@ from prefixcache.storage.layout import KVLayout, LatentLayout, Quantization
 from prefixcache.types import AttentionOptions
 from tests.support.daemon import RunningDaemon, running_daemon
 from tests.support.invariants import check_invariants, snapshot
-from tests.support.stubs import METHODS, Peer, Refused, Row, Stubs, connected, read_append
+from tests.support.stubs import (
+    METHODS,
+    Peer,
+    Refused,
+    Row,
+    Stubs,
+    connected,
+    read_append,
+    refusals,
+)
 from tests.support.wire_bytes import SPELLINGS, length_delimited, spelled, tag, varint
 
 BLOCK_SIZE = 4
@@ -109,6 +118,39 @@ def test_columns_are_read_in_every_legal_spelling(spelling: str) -> None:
 
 
 @pytest.mark.parametrize("spelling", SPELLINGS)
+def test_columns_within_a_step_are_read_in_every_legal_spelling(spelling: str) -> None:
+    replies = []
+    for spell in (spelled, lambda request, _: request):
+        cache = CacheOptions(NUM_BLOCKS, BLOCK_SIZE, hash_seed="a seed of the wire tests")
+        with (
+            running_daemon(cache) as running,
+            connected(running.target) as stubs,
+            stubs.steps() as steps,
+        ):
+            peer = Peer(stubs, bytes(16))
+            ids = [peer.allocate(range(n, n + 6)).sequence_id for n in (0, 10, 20)]
+            request = cache_pb2.StepRequest(
+                free=cache_pb2.FreeRequest(owner=peer.owner, sequence_ids=[ids[2], 1, 2]),
+                commit=peer.commit_request([(ids[0], 0, 6), (ids[1], 0, 5)]),
+                append=peer.append_request(
+                    [Row(ids[0], 6, (MAX_UINT32, 0, 1)), Row(ids[1], 6, (9,), 1, 4)]
+                ),
+                allocates=[
+                    cache_pb2.AllocateRequest(owner=peer.owner, token_ids=range(9)),
+                    cache_pb2.AllocateRequest(owner=peer.owner, token_ids=[7, MAX_UINT32, 0]),
+                ],
+            )
+            reply = steps.run(spell(request, spelling))
+            assert not reply.errors
+            for part in reply.allocates:
+                assert part.sequence_id
+                part.sequence_id = 0
+            replies.append(reply)
+    assert replies[0] == replies[1]
+    assert [part.num_cached_tokens for part in replies[0].allocates] == [4, 0]
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
 @pytest.mark.parametrize("name", ["Prefill", "Decode"])
 def test_columns_of_an_attention_batch_are_read_in_every_legal_spelling(
     stored: Served, name: str, spelling: str
@@ -134,6 +176,14 @@ def test_fields_from_a_later_version_are_ignored(bare: Served) -> None:
     )
 
 
+def test_fields_from_a_later_version_are_ignored_within_a_step(bare: Served) -> None:
+    later = tag(100, 0) + varint(1) + length_delimited(101, b"from the future")
+    free = cache_pb2.FreeRequest(owner=bare.peer.owner, sequence_ids=[1]).SerializeToString()
+    with bare.stubs.steps() as steps:
+        reply = steps.run(length_delimited(1, free + later) + later)
+    assert list(reply.free.result_codes) == [cache_pb2.RESULT_CODE_NOT_FOUND]
+
+
 # ---- bytes that are no message
 
 
@@ -151,6 +201,16 @@ def test_malformed_bytes_are_the_callers_fault(bare: Served, name: str, data: by
     before = bare.state()
     refusal = bare.stubs.refused(name, data)
     assert_refused(bare, refusal, "request")
+    assert bare.state() == before
+
+
+@pytest.mark.parametrize("data", MALFORMED.values(), ids=MALFORMED.keys())
+def test_malformed_bytes_end_a_stream_as_they_end_a_call(bare: Served, data: bytes) -> None:
+    before = bare.state()
+    for message in (data, length_delimited(2, data), length_delimited(4, data)):
+        with bare.stubs.steps() as steps:
+            steps.send(message)
+            assert_refused(bare, steps.ended(), "request")
     assert bare.state() == before
 
 
@@ -722,6 +782,25 @@ def test_every_reply_with_block_ids_fits_into_a_message(limited: Served) -> None
     assert len(peer.truncate(sequence_id, 1, 1)) == num_blocks - 1
     row = peer.append(sequence_id, 1, [], num_lookahead_tokens=num_blocks - 1)
     assert len(row.new_block_ids) == num_blocks - 1
+
+
+def test_a_step_makes_no_sequence_whose_block_ids_do_not_fit_into_its_answer(
+    limited: Served,
+) -> None:
+    peer, cached = limited.peer, range(6000)
+    sequence_id = peer.allocate(cached).sequence_id
+    peer.commit(sequence_id, 0, len(cached))
+    hit = cache_pb2.AllocateRequest(owner=peer.owner, token_ids=cached)
+    drafts = cache_pb2.AllocateRequest(
+        owner=peer.owner, token_ids=[1], num_lookahead_tokens=LIMIT_BYTES // 8
+    )
+    with limited.stubs.steps() as steps:
+        reply = steps.run(cache_pb2.StepRequest(allocates=[hit, hit, drafts]))
+        assert [len(part.block_ids) for part in reply.allocates] == [6000, 6000, 0]
+        ((place, refusal),) = refusals(reply).items()
+        assert (place, refusal.field) == (("allocates", 2), "allocates")
+        reply = steps.run(cache_pb2.StepRequest(allocates=[drafts]))
+        assert len(reply.allocates[0].block_ids) == 1 + LIMIT_BYTES // 8
 
 
 def test_a_pool_whose_block_ids_do_not_fit_into_a_message_is_not_served() -> None:
