@@ -61,7 +61,12 @@ def check_attention(
         )
     _check_input("q", q, (q.shape[0], q.shape[1], head_dim), cache)
     check_options(options, q.shape[1], is_latent=cache.is_latent)
-    check_batch(batch, q.shape[0], num_blocks, block_size)
+    num_tokens = q.shape[0]
+    # A batch serves all layers of a step, whose pools have the same size.
+    batch.derive(
+        ("checked", num_tokens, num_blocks, block_size),
+        lambda: check_batch(batch, num_tokens, num_blocks, block_size),
+    )
 
 
 def check_options(options: AttentionOptions, num_query_heads: int, *, is_latent: bool) -> None:

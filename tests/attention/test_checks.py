@@ -79,3 +79,17 @@ def test_a_tensor_that_does_not_fit_is_refused_by_name(
     others = {name: value for name, value in change.items() if name not in views}
     case = replace(CASE, cache=replace(CASE.cache, **views), **others)
     assert refused_field(launch, case) == field
+
+
+@pytest.mark.parametrize("launch", [prefill, decode])
+def test_a_batch_that_fits_one_pool_is_checked_again_for_another(
+    launch: Callable[..., torch.Tensor],
+) -> None:
+    batch = replace(CASE.batch)
+    launch(CASE.q, CASE.cache, batch, CASE.options)
+    few = replace(CASE.cache, keys=CASE.cache.keys[:2], values=CASE.cache.values[:2])
+    for _ in range(2):
+        assert refused_field(launch, replace(CASE, cache=few, batch=batch)) == "block_tables"
+    more = replace(CASE, q=torch.zeros(4, 4, 16), batch=batch)
+    assert refused_field(launch, more) == "query_start"
+    launch(CASE.q, CASE.cache, batch, CASE.options)
