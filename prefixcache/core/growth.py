@@ -15,7 +15,7 @@ from prefixcache.core.extra_keys import (
     merge_extra_keys,
     splits_block_of_item,
 )
-from prefixcache.core.hashing import BlockHashes, Chain, Hasher
+from prefixcache.core.hashing import BlockHashes, Chain, Hasher, hash_blocks
 from prefixcache.core.pool import Pool
 from prefixcache.core.sequence import (
     AppendRow,
@@ -30,7 +30,7 @@ from prefixcache.errors import (
     SequenceBusyError,
     WrongPositionError,
 )
-from prefixcache.types import AppendResult, BlockCopy, BlockHash, ResultCode
+from prefixcache.types import AppendResult, BlockCopy, ResultCode
 
 
 def num_blocks_of(num_tokens: int, block_size: int) -> int:
@@ -69,7 +69,7 @@ def append(pool: Pool, hasher: Hasher, sequence: Sequence, row: AppendRow) -> Ap
     sequence.extra_keys = merge_extra_keys(sequence.extra_keys, row.extra_keys)
     sequence.num_lookahead_tokens = row.num_lookahead_tokens
     if sequence.registers:
-        _hash_new_blocks(hasher, sequence)
+        hash_new_blocks(hasher, sequence)
     limit = old + row.num_kv_valid
     sequence.computed = [min(count, limit) for count in sequence.computed]
     return AppendResult(ResultCode.OK, tuple(taken.tolist()), copies)
@@ -150,7 +150,7 @@ def attention_row(
     if sequence.is_copying or layer in sequence.running_layers:
         raise SequenceBusyError(sequence.sequence_id)
     computed, end = sequence.computed[layer], start + num_tokens
-    is_repeat = sequence.last_attention_start[layer] == start and computed == end
+    is_repeat = sequence.last_attention_start.get(layer) == start and computed == end
     if not is_repeat:
         check_position(sequence, start, computed)
         limit = sequence.num_tokens + sequence.num_lookahead_tokens
@@ -177,15 +177,16 @@ def release_copy_holds(pool: Pool, sequence: Sequence) -> None:
         sequence.copy_holds.clear()
 
 
-def _hash_new_blocks(hasher: Hasher, sequence: Sequence) -> None:
+def hash_new_blocks(hasher: Hasher, sequence: Sequence) -> None:
     """Hash the full blocks that have no hash yet."""
     size, width = hasher.block_size, hasher.algorithm.digest_bytes
-    first = len(sequence.hashes) // width
-    if sequence.num_tokens // size <= first:
+    first, end = len(sequence.hashes) // width, sequence.num_tokens // size
+    if end <= first:
         return
-    parent = BlockHash(bytes(sequence.hashes[-width:])) if first else None
-    tail = sequence.tokens(first * size, sequence.num_tokens)
-    sequence.hashes += hasher.chain(parent, tail, sequence.extra_keys, first).hashes.data
+    parent = bytes(sequence.hashes[-width:]) if first else hasher.none_hash
+    token_ids = sequence.tokens(first * size, end * size)
+    keys = block_extra_keys(sequence.extra_keys, first, end - first, size)
+    sequence.hashes += hash_blocks(hasher.algorithm, parent, token_ids, keys, size).data
 
 
 def release_all(pool: Pool, sequence: Sequence) -> None:

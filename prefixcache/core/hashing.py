@@ -85,6 +85,11 @@ class HashAlgorithm:
     uses_cbor: bool
     is_cryptographic: bool
 
+    @property
+    def is_recipe(self) -> bool:
+        """False for one that is none of `HASH_ALGORITHMS`, whatever its name."""
+        return HASH_ALGORITHMS.get(self.name) is self
+
 
 def _sha256(data: bytes) -> bytes:
     return hashlib.sha256(data).digest()
@@ -124,7 +129,7 @@ def hash_blocks(
     token_ids: `[n] uint32`, n a multiple of block_size (the start of the chain is `parent`).
     extra_keys: one encoded value a block as `block_extra_keys` gives it, or None.
     """
-    if _native_hash_chain is not None and HASH_ALGORITHMS.get(algorithm.name) is algorithm:
+    if _native_hash_chain is not None and algorithm.is_recipe:
         data = _native_hash_chain(
             algorithm.name, parent, np.ascontiguousarray(token_ids), extra_keys, block_size
         )

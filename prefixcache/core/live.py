@@ -50,13 +50,13 @@ class LiveSequences:
         self._pool = pool
         self._owner_ttl_s = owner_ttl_s
         self._clock = clock
-        self._sequences: dict[int, Sequence] = {}
+        self.by_id: dict[int, Sequence] = {}
         self._dying: dict[int, Sequence] = {}
         self._owners: dict[bytes, _Owner] = {}
         self._last_serial = 0
 
     def __len__(self) -> int:
-        return len(self._sequences)
+        return len(self.by_id)
 
     @property
     def num_owners(self) -> int:
@@ -64,7 +64,7 @@ class LiveSequences:
 
     def all_holders(self) -> Iterator[Sequence]:
         """Everything that holds blocks: live sequences, and ended ones with a running call."""
-        return chain(self._sequences.values(), self._dying.values())
+        return chain(self.by_id.values(), self._dying.values())
 
     def touch(self, owner: bytes) -> Mapping[str, Sequence]:
         """Renew an owner's time; its sequences by request id, in a view that stays current."""
@@ -77,7 +77,7 @@ class LiveSequences:
 
     def get(self, owner: bytes, sequence_id: int) -> Sequence | None:
         """None also for a sequence of another owner."""
-        sequence = self._sequences.get(sequence_id)
+        sequence = self.by_id.get(sequence_id)
         return sequence if sequence is not None and sequence.owner == owner else None
 
     def find(self, owner: bytes, sequence_id: int) -> Sequence:
@@ -95,11 +95,11 @@ class LiveSequences:
         return sequence
 
     def is_alive(self, sequence: Sequence) -> bool:
-        return sequence.sequence_id in self._sequences
+        return sequence.sequence_id in self.by_id
 
     def is_known(self, sequence_id: int) -> bool:
         """True also for one that has ended while a call on it is running."""
-        return sequence_id in self._sequences or sequence_id in self._dying
+        return sequence_id in self.by_id or sequence_id in self._dying
 
     def new_id(self) -> SequenceId:
         while True:
@@ -118,11 +118,11 @@ class LiveSequences:
         owner.sequences[sequence.sequence_id] = sequence
         if sequence.request_id:
             owner.requests[sequence.request_id] = sequence
-        self._sequences[sequence.sequence_id] = sequence
+        self.by_id[sequence.sequence_id] = sequence
 
     def end(self, sequence: Sequence) -> None:
         """The id is dead at once; the blocks go now, or when the running call has ended."""
-        del self._sequences[sequence.sequence_id]
+        del self.by_id[sequence.sequence_id]
         owner = self._owners[sequence.owner]
         del owner.sequences[sequence.sequence_id]
         if sequence.request_id:
@@ -153,7 +153,7 @@ class LiveSequences:
         """Up to `count` live sequences, oldest first, allocated after the one of that serial."""
         now = self._clock()
         page: list[SequenceInfo] = []
-        for sequence in self._sequences.values():
+        for sequence in self.by_id.values():
             if len(page) == count:
                 break
             if sequence.serial > serial:

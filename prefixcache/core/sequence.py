@@ -95,9 +95,11 @@ class Sequence:
     num_cached_blocks: leading blocks of the table that are registered or stand by.
     first_writable: K/V of positions below it are never written (they are somebody's hit).
     last_call, last_reply: what a repeat of the last applied state call is recognised by and
-    answered with; an attention call clears it.
+    answered with; an attention call clears it. Of an Append, the tokens are those of the sequence.
     commit_before: if the last call is an Append, the Commit just before it and its reply. An
     engine's step has both, and is repeated as a whole.
+    last_attention_start: by layer, where its last applied attention call began; a state call clears
+    it.
     """
 
     sequence_id: SequenceId
@@ -115,7 +117,7 @@ class Sequence:
     num_cached_blocks: int
     first_writable: int
     registers: bool
-    last_attention_start: list[int | None]
+    last_attention_start: dict[int, int]
     created_at_s: float
     num_lookahead_tokens: int = 0
     last_call: tuple[Any, ...] | None = None
@@ -142,6 +144,10 @@ class Sequence:
         """A copy of the token ids of `[start, end)`."""
         return np.array(self.token_ids[start:end], dtype=np.uint32)
 
+    def has_tokens(self, start: int, token_ids: TokenIds) -> bool:
+        """True if these token ids stand at `start`."""
+        return np.array_equal(self.tokens(start, start + len(token_ids)), token_ids)
+
     def blocks(self, start: int = 0, end: int | None = None) -> BlockIds:
         """A copy of a part of the block table."""
         return np.array(self.block_table[start:end], dtype=np.int32)
@@ -167,7 +173,7 @@ class Sequence:
             num_cached_blocks=self.num_cached_blocks,
             first_writable=num_tokens,
             registers=self.registers,
-            last_attention_start=[None] * len(self.computed),
+            last_attention_start={},
             created_at_s=now_s,
         )
 

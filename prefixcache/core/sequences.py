@@ -19,6 +19,7 @@ import numpy as np
 
 from prefixcache.core import growth
 from prefixcache.core.admission import plan_prompt
+from prefixcache.core.form import FORM
 from prefixcache.core.hashing import Hasher
 from prefixcache.core.live import LiveSequences
 from prefixcache.core.pool import Pool
@@ -59,6 +60,12 @@ from prefixcache.types import (
     SequenceId,
     TokenIds,
 )
+
+_native_append_rows: Callable[..., list[AppendResult]] | None = None
+if FORM == "native":
+    from prefixcache.core.native.append import append_rows
+
+    _native_append_rows = append_rows
 
 _RESULT_CODES: dict[type[PrefixCacheError], ResultCode] = {
     SequenceNotFoundError: ResultCode.NOT_FOUND,
@@ -164,7 +171,7 @@ class Sequences:
             num_cached_blocks=len(plan.hits),
             first_writable=len(plan.hits) * size,
             registers=registers,
-            last_attention_start=[None] * self._num_layers,
+            last_attention_start={},
             created_at_s=self._clock(),
             num_lookahead_tokens=num_lookahead_tokens,
         )
@@ -183,20 +190,27 @@ class Sequences:
         `begin_copies` (under the same lock) and `end_copies`.
         """
         self.live.touch(owner)
+        if _native_append_rows is not None:
+            results: list[AppendResult] = _native_append_rows(
+                self.pool, self.hasher, self.live.by_id, owner, rows, self._append_row
+            )
+            return results
         return [self._append_row(owner, row) for row in rows]
 
     def _append_row(self, owner: bytes, row: AppendRow) -> AppendResult:
         call = (
             "append",
             row.start_position,
-            row.token_ids.tobytes(),
+            len(row.token_ids),
             row.num_kv_valid,
             row.num_lookahead_tokens,
             row.extra_keys,
         )
         try:
             sequence = self.live.idle(owner, row.sequence_id)
-            if sequence.last_call == call:
+            if sequence.last_call == call and sequence.has_tokens(
+                row.start_position, row.token_ids
+            ):
                 repeated: AppendResult = sequence.last_reply
                 return repeated
             growth.check_position(sequence, row.start_position, sequence.num_tokens)
@@ -206,7 +220,8 @@ class Sequences:
                 self.counters.append_refused += 1
             return AppendResult(_RESULT_CODES[type(error)])
         self._applied(sequence, call, reply)
-        growth.commit(self.pool, sequence)
+        if row.num_kv_valid:
+            growth.commit(self.pool, sequence)
         return reply
 
     def begin_copies(self, owner: bytes, sequence_ids: Iterable[int]) -> CopyTicket:
@@ -426,9 +441,10 @@ class Sequences:
     def _repeated_allocate(
         self, sequence: Sequence, call: tuple[object, ...], prompt: Prompt
     ) -> AllocateResult:
-        if sequence.last_call != call or not np.array_equal(
-            sequence.tokens(0, sequence.num_tokens), prompt.token_ids
-        ):
+        same_tokens = sequence.num_tokens == len(prompt.token_ids) and sequence.has_tokens(
+            0, prompt.token_ids
+        )
+        if sequence.last_call != call or not same_tokens:
             raise RequestIdConflictError(sequence.request_id)
         reply: AllocateResult = sequence.last_reply
         return reply
@@ -457,7 +473,7 @@ class Sequences:
         sequence.commit_before = (before, sequence.last_reply) if is_step and before else None
         sequence.last_call = call
         sequence.last_reply = reply
-        sequence.last_attention_start = [None] * self._num_layers
+        sequence.last_attention_start.clear()
 
     def _advance(self, sequence: Sequence, layer: int, position: int) -> None:
         before = sequence.num_computed

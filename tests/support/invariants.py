@@ -53,7 +53,7 @@ def _progress(sequence: Sequence) -> tuple[Any, ...]:
         bytes(sequence.hashes),
         list(sequence.computed),
         list(sequence.copy_holds),
-        list(sequence.last_attention_start),
+        dict(sequence.last_attention_start),
         sequence.extra_keys,
         sequence.num_lookahead_tokens,
         sequence.num_cached_blocks,

@@ -101,6 +101,29 @@ def hash_chain(
     return digests
 
 
+cdef int plain_digests(
+    str recipe,
+    const uint8_t *parent,
+    const uint32_t *token_ids,
+    Py_ssize_t num_blocks,
+    Py_ssize_t block_size,
+    uint8_t *digests,
+) except -1:
+    """`hash_chain` of few blocks without extra keys, over what the caller has in memory."""
+    cdef hash_chain_job job
+    job.recipe = _RECIPES[recipe]
+    job.compress = _compress
+    job.num_blocks, job.block_size = num_blocks, block_size
+    job.parent, job.token_ids, job.digests = parent, token_ids, digests
+    job.extra_keys, job.extra_bytes = NULL, NULL
+    job.message = <uint8_t *>malloc(CHAIN_OVERHEAD_BYTES + 5 * block_size)
+    if job.message == NULL:
+        raise MemoryError
+    hash_chain_run(&job)
+    free(job.message)
+    return 0
+
+
 def sha256(bytes data, *, bint portable=False):
     """SHA-256 of any bytes, as the chain computes it. portable: without special instructions."""
     cdef Py_ssize_t size = len(data)

@@ -23,79 +23,13 @@ from prefixcache.core.native.free_queue cimport (
     queue_remove,
 )
 
-cdef extern from "hash_index.h" nogil:
-    enum:
-        INDEX_MIN_DIGEST_BYTES
-    ctypedef struct hash_index:
-        uint64_t *slots
-        uint8_t *digests
-        size_t digest_bytes
-        int num_bits
-        uint64_t factors[2]
-        int64_t count
-    uint32_t index_key(const hash_index *index, const uint8_t *digest)
-    uint8_t *index_digest(const hash_index *index, int32_t block)
-    uint64_t index_slot(const hash_index *index, uint32_t key, const uint8_t *digest)
-    int32_t index_block_at(const hash_index *index, uint64_t at)
-    int32_t index_find(const hash_index *index, const uint8_t *digest)
-    void index_set(hash_index *index, uint64_t at, uint32_t key, int32_t block)
-    void index_prefetch(const hash_index *index, const uint8_t *digest, int64_t num_left)
-    void index_prefetch_slot(const hash_index *index, const uint8_t *digest)
-    void __builtin_prefetch(const void *address)
-    int64_t index_match(
-        const hash_index *index, const uint8_t *digests, int64_t count, int32_t *blocks
-    )
-    void index_remove(hash_index *index, int32_t block)
-
-cdef extern from "standbys.h" nogil:
-    ctypedef struct standby_rings:
-        int32_t *after
-        int32_t *before
-    void ring_add(standby_rings *rings, int32_t registered, int32_t standby)
-    void ring_remove(standby_rings *rings, int32_t block)
-
-cdef extern from "contents.h" nogil:
-    ctypedef struct contents:
-        uint32_t *token_ids
-        int64_t *entry
-        int64_t *parent
-        uint8_t *has_keys
-        int64_t last_entry
-        size_t block_size
-    int64_t contents_match(
-        const contents *all, const int32_t *blocks, int64_t count, const uint32_t *token_ids
-    )
-    void contents_write(
-        contents *all, const int32_t *blocks, int64_t count, const uint32_t *token_ids
-    )
-    void contents_enter(contents *all, int32_t block, int32_t parent)
-    bint contents_same(const contents *all, int32_t block, int32_t holder, int32_t parent)
-    void contents_share(contents *all, int32_t block, int32_t holder)
-
 cdef enum:
-    PLAIN = 0
-    REGISTERED = 1
-    STANDBY = 2
     EVICTION_COLUMNS_AHEAD = 16
     EVICTION_SLOTS_AHEAD = 8
 
 
 cdef class Pool:
     """`num_blocks` blocks, all blank at first, taken in the order of their ids."""
-
-    cdef readonly Py_ssize_t num_blocks, block_size, digest_bytes
-    cdef readonly object ref_cnt
-    cdef readonly int64_t num_evictions
-    cdef readonly int64_t num_evictable
-    cdef FreeQueue _queue
-    cdef list _columns
-    cdef int32_t *_refs
-    cdef uint8_t *_state
-    cdef hash_index _index
-    cdef standby_rings _rings
-    cdef bint _verifies
-    cdef contents _contents
-    cdef dict _extra_keys
 
     def __init__(
         self,
@@ -237,9 +171,13 @@ cdef class Pool:
         if count == 0:
             return taken
         cdef int32_t[::1] blocks = taken
+        self.take_into(&blocks[0], count)
+        return taken
+
+    cdef void take_into(self, int32_t *blocks, Py_ssize_t count):
         cdef Py_ssize_t index
         cdef int32_t block
-        queue_pop(&self._queue.queue, count, &blocks[0])
+        queue_pop(&self._queue.queue, count, blocks)
         for index in range(count):
             self._prefetch_evictions(&blocks[index], count - index)
             block = blocks[index]
@@ -248,7 +186,6 @@ cdef class Pool:
                 self.num_evictable -= 1
                 self._state[block] = PLAIN
                 self._evict(block)
-        return taken
 
     def release(self, const int32_t[::1] block_ids):
         """One reference less on each of the distinct blocks of a table, last to first.
