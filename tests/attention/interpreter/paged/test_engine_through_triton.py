@@ -16,7 +16,8 @@ from prefixcache.attention.prefill import prefill
 from prefixcache.core.sequence import AppendRow
 from prefixcache.errors import InvalidArgumentError
 from prefixcache.server.daemon import CacheOptions, Daemon, ModelOptions
-from prefixcache.storage.layout import KVLayout
+from prefixcache.storage.fixed_scales import FixedScales
+from prefixcache.storage.layout import KVLayout, Layout, Quantization
 from prefixcache.types import NO_EXTRA_KEYS, AttentionOptions, HostTensor
 from tests.attention.paged_cases import make_case
 from tests.support.tolerances import ABSOLUTE, RELATIVE, assert_close
@@ -24,6 +25,22 @@ from tests.support.toy_model import ToyModel, poison
 
 OWNER = b"the only client"
 NUM_LAYERS, BLOCK_SIZE = 2, 4
+SCALES = FixedScales((0.02, 0.01), (0.015, 0.02))
+
+
+def heads(dtype: str, quantization: Quantization | None = None) -> KVLayout:
+    return KVLayout(NUM_LAYERS, 2, 16, BLOCK_SIZE, dtype, quantization)
+
+
+LAYOUTS = [
+    heads("float32"),
+    heads("float16"),
+    heads("bfloat16"),
+    heads("bfloat16", Quantization("float8_e4m3")),
+    heads("float16", Quantization("int8")),
+    heads("float32", Quantization("float8_e4m3", "tensor")),
+    heads("bfloat16", Quantization("int8", "tensor")),
+]
 
 
 @dataclass
@@ -38,11 +55,12 @@ class Turn:
 class Conversation:
     """Calls of a client on an engine of its own; `outputs` are those of all calls so far."""
 
-    def __init__(self, dtype: str) -> None:
-        layout = KVLayout(NUM_LAYERS, 2, 16, BLOCK_SIZE, dtype)
+    def __init__(self, layout: Layout) -> None:
+        wants_scales = layout.quantization is not None and layout.quantization.scales == "tensor"
+        scales = SCALES if wants_scales else None
         cache = CacheOptions(num_blocks=32, block_size=BLOCK_SIZE)
-        self.daemon = Daemon(cache, ModelOptions(layout=layout))
-        self.model = ToyModel(layout, num_query_heads=6)
+        self.daemon = Daemon(cache, ModelOptions(layout=layout, scales=scales))
+        self.model = ToyModel(layout, num_query_heads=6, scales=scales)
         self.outputs: list[torch.Tensor] = []
 
     def begin(self, tokens: Sequence[int]) -> Turn:
@@ -68,25 +86,26 @@ class Conversation:
         columns.append([end - start for _, start, end in pieces])
         for layer in range(NUM_LAYERS):
             q, k, v, exact = (
-                torch.cat([of(layer, turn.tokens[:end], start) for turn, start, end in pieces])
+                [of(layer, turn.tokens[:end], start) for turn, start, end in pieces]
                 for of in (self.model.q, self.model.k, self.model.v, self.model.exact)
             )
+            tensors = tuple(None if part[0] is None else to_host(part) for part in (q, k, v))
             call = getattr(self.daemon.engine, name)
-            reply = call(
-                OWNER, layer, tuple(columns), tuple(map(to_host, (q, k, v))), AttentionOptions()
-            )
-            out = torch.frombuffer(bytearray(reply.data), dtype=q.dtype).view(reply.shape)
-            assert_close(out, exact)
+            reply = call(OWNER, layer, tuple(columns), tensors, self.model.options)
+            out = torch.frombuffer(bytearray(reply.data), dtype=self.model.dtype)
+            out = out.view(reply.shape)
+            assert_close(out, torch.cat(exact))
             self.outputs.append(out)
 
 
-def to_host(tensor: torch.Tensor) -> HostTensor:
+def to_host(parts: list[torch.Tensor]) -> HostTensor:
+    tensor = torch.cat(parts)
     data = tensor.contiguous().view(torch.uint8).numpy().tobytes()
     return HostTensor(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), data)
 
 
-def two_prompts_that_share_a_prefix(dtype: str) -> list[torch.Tensor]:
-    talk = Conversation(dtype)
+def two_prompts_that_share_a_prefix(layout: Layout) -> list[torch.Tensor]:
+    talk = Conversation(layout)
     system = list(range(100, 116))
     first = talk.begin([*system, *range(7)])
     talk.attend("prefill", [(first, 0, 13)])
@@ -105,17 +124,17 @@ def two_prompts_that_share_a_prefix(dtype: str) -> list[torch.Tensor]:
     return talk.outputs
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_a_conversation_through_the_kernels_equals_the_cpu_path(
-    dtype: str, monkeypatch: pytest.MonkeyPatch
+    layout: Layout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launches = []
     launch = launcher.launch
     monkeypatch.setattr(launcher, "launch", lambda *a: (launches.append(1), launch(*a)))
-    through_triton = two_prompts_that_share_a_prefix(dtype)
+    through_triton = two_prompts_that_share_a_prefix(layout)
     assert len(launches) == len(through_triton) == 5 * NUM_LAYERS
     monkeypatch.delenv("TRITON_INTERPRET")
-    through_torch = two_prompts_that_share_a_prefix(dtype)
+    through_torch = two_prompts_that_share_a_prefix(layout)
     assert len(launches) == len(through_triton)
     for one, other in zip(through_triton, through_torch, strict=True):
         torch.testing.assert_close(
