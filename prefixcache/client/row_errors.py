@@ -35,11 +35,14 @@ ROW_ERRORS: dict[ResultCode, tuple[type[PrefixCacheError], str]] = {
 }
 
 
+_CODES = {code.value: code for code in ResultCode}
+
+
 def result_codes(column: bytes) -> list[ResultCode]:
     """The codes of a reply. Raises InternalError for one that this version does not know."""
     try:
-        return [ResultCode(code) for code in read_column32(column).tolist()]
-    except ValueError as error:
+        return [_CODES[code] for code in read_column32(column).tolist()]
+    except KeyError as error:
         raise InternalError(
             f"the daemon answered with a result code of a newer API: {error}"
         ) from None

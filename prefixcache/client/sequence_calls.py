@@ -8,8 +8,8 @@ again: the daemon answers a repeat of what it has already done. Not thread-safe,
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
+from collections.abc import Callable, Sequence
+from itertools import islice, repeat
 from typing import Any
 
 import numpy as np
@@ -34,6 +34,8 @@ from prefixcache.types import (
 )
 
 States = Sequence[SequenceState]
+
+_WITHOUT_BLOCKS = {code: AppendResult(code) for code in ResultCode}
 
 
 def allocate(
@@ -88,15 +90,14 @@ def append(
     """One row a sequence; a row may be refused, which its result says."""
     _check_distinct(states)
     check_length(tokens, "token_ids", states)
-    rows = uint32_rows(tokens, "token_ids")
-    lengths = [len(row) for row in rows]
+    token_ids, lengths = uint32_rows(tokens, "token_ids")
     valid = _optional_column(num_kv_valid, "num_kv_valid", states)
     request = twin("AppendRequest")(
         owner=owner,
         sequence_ids=sequence_ids(states),
         start_positions=column32([state.num_tokens for state in states]),
         num_tokens=column32(lengths),
-        token_ids=column32(np.concatenate(rows)) if rows else b"",
+        token_ids=column32(token_ids),
         num_kv_valid=column32(valid),
         num_lookahead_tokens=column32(
             _optional_column(num_lookahead_tokens, "num_lookahead_tokens", states)
@@ -109,9 +110,9 @@ def append(
                 request.extra_keys.add(row=index, extra_keys=extra_keys_message(keys))
 
     def read(reply: Any) -> list[AppendResult]:
-        results = list(_append_results(reply))
+        results = _append_results(reply)
         for state, result, length, num_valid in zip(
-            states, results, lengths, valid or [0] * len(states), strict=True
+            states, results, lengths, valid or repeat(0, len(states)), strict=True
         ):
             if result.code is ResultCode.OK:
                 state.appended(length, num_valid, result)
@@ -241,24 +242,21 @@ def free(owner: bytes, states: States) -> Call[list[ResultCode]]:
     return Call("Free", request, read, goes_on=True)
 
 
-def _append_results(reply: Any) -> Iterator[AppendResult]:
-    new_ids = _take_from(read_column32(reply.new_block_ids).tolist())
-    copies = _take_from(
-        list(
-            map(
-                BlockCopy,
-                read_column32(reply.copy_sources).tolist(),
-                read_column32(reply.copy_destinations).tolist(),
-            )
-        )
+def _append_results(reply: Any) -> list[AppendResult]:
+    codes = result_codes(reply.result_codes)
+    num_new, num_copies = (
+        read_column32(column).tolist() for column in (reply.num_new_blocks, reply.num_copies)
     )
-    for code, num_new, num_copies in zip(
-        result_codes(reply.result_codes),
-        read_column32(reply.num_new_blocks).tolist(),
-        read_column32(reply.num_copies).tolist(),
-        strict=True,
-    ):
-        yield AppendResult(code, new_ids(num_new), copies(num_copies))
+    new_ids = _take_from(read_column32(reply.new_block_ids).tolist())
+    sources = read_column32(reply.copy_sources).tolist()
+    copies = _take_from(
+        list(map(BlockCopy, sources, read_column32(reply.copy_destinations).tolist()))
+    )
+    # Most rows bring neither blocks nor copies; those of a code are one and the same result.
+    return [
+        AppendResult(code, new_ids(new), copies(copied)) if new or copied else _WITHOUT_BLOCKS[code]
+        for code, new, copied in zip(codes, num_new, num_copies, strict=True)
+    ]
 
 
 def _take_from(values: list[Any]) -> Callable[[int], tuple[Any, ...]]:

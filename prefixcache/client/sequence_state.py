@@ -56,9 +56,11 @@ class SequenceState:
         for copy in result.copies:
             # Only the partly filled last block is ever copied.
             self.block_table[self.num_tokens // self.block_size] = copy.destination
-        self.block_table.extend(result.new_block_ids)
+        if result.new_block_ids:
+            self.block_table.extend(result.new_block_ids)
         valid = self.num_tokens + num_kv_valid
-        self.computed = [min(count, valid) for count in self.computed]
+        if max(self.computed) > valid:
+            self.computed = [min(count, valid) for count in self.computed]
         self.num_tokens += num_tokens
 
     def advanced(self, layer: int, position: int) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -33,9 +33,12 @@ class Prompt:
     chain: Chain | None
 
 
-@dataclass(frozen=True, slots=True)
-class AppendRow:
-    """One sequence's part of Append. `token_ids`: `[m] uint32`, m >= 0."""
+class AppendRow(NamedTuple):
+    """One sequence's part of Append. `token_ids`: `[m] uint32`, m >= 0.
+
+    No frozen dataclass as other values are: those take four times as long to make, and a batch has
+    one a sequence.
+    """
 
     sequence_id: int
     start_position: int
@@ -45,8 +48,9 @@ class AppendRow:
     extra_keys: ExtraKeys = NO_EXTRA_KEYS
 
 
-@dataclass(frozen=True, slots=True)
-class CommitRow:
+class CommitRow(NamedTuple):
+    """One sequence's part of Commit."""
+
     sequence_id: int
     start_position: int
     num_computed_tokens: int

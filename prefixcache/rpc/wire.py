@@ -11,6 +11,8 @@ from the descriptors, so there is no second .proto to keep in step.
 
 from __future__ import annotations
 
+import sys
+from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -93,16 +95,28 @@ def twin(message: str) -> Any:
 
 def column32(values: npt.ArrayLike) -> bytes:
     """Values as the bytes of a packed `repeated fixed32`. The caller has checked the range."""
-    return np.asarray(values, dtype="<u4").tobytes()
+    return _from_list("I", values) if isinstance(values, list) else _from_array("<u4", values)
 
 
 def column64(values: npt.ArrayLike) -> bytes:
-    return np.asarray(values, dtype="<u8").tobytes()
+    return _from_list("Q", values) if isinstance(values, list) else _from_array("<u8", values)
 
 
 def read_column32(data: bytes) -> npt.NDArray[np.uint32]:
     """A read-only view of a twin's column."""
     return np.frombuffer(data, dtype="<u4")
+
+
+def _from_list(typecode: str, values: list[int]) -> bytes:
+    """Of a list `array` makes the column several times as fast as numpy."""
+    column = array(typecode, values)
+    if sys.byteorder == "big":
+        column.byteswap()
+    return column.tobytes()
+
+
+def _from_array(dtype: str, values: npt.ArrayLike) -> bytes:
+    return np.asarray(values, dtype=dtype).tobytes()
 
 
 def read_column64(data: bytes) -> npt.NDArray[np.uint64]:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import accumulate
+from operator import gt
 from typing import Any
-
-import numpy as np
 
 from prefixcache.core.sequence import AppendRow, CommitRow
 from prefixcache.errors import (
@@ -105,9 +105,8 @@ class CacheService:
         checks.distinct(request.sequence_ids)
         if self._daemon.engine is not None:
             raise StorageOwnedError
-        rows = map(
-            CommitRow, request.sequence_ids, request.start_positions, request.num_computed_tokens
-        )
+        columns = request.sequence_ids, request.start_positions, request.num_computed_tokens
+        rows = list(map(CommitRow._make, zip(*columns, strict=True)))
         with self._sequences.lock:
             results = self._sequences.commit(owner, rows)
         return twin("CommitResponse")(
@@ -191,10 +190,12 @@ class CacheService:
 
     def _append_rows(self, request: cache_pb2.AppendRequest) -> list[AppendRow]:
         num_rows = checks.equal_lengths(request, "sequence_ids", "start_positions", "num_tokens")
-        checks.distinct(request.sequence_ids)
+        sequence_ids = list(request.sequence_ids)
+        checks.distinct(sequence_ids)
+        lengths = list(request.num_tokens)
         zeros = [0] * num_rows
-        num_kv_valid = request.num_kv_valid or zeros
-        num_lookahead = request.num_lookahead_tokens or zeros
+        num_kv_valid = list(request.num_kv_valid) or zeros
+        num_lookahead = list(request.num_lookahead_tokens) or zeros
         for name, values in (
             ("num_kv_valid", num_kv_valid),
             ("num_lookahead_tokens", num_lookahead),
@@ -202,28 +203,23 @@ class CacheService:
             if len(values) != num_rows:
                 raise InvalidArgumentError(name, f"has {len(values)} rows, must have {num_rows}")
         token_ids = checks.column(request.token_ids)
-        ends = np.cumsum(request.num_tokens, dtype=np.int64).tolist()
+        ends = list(accumulate(lengths))
         if ends[-1] != len(token_ids):
             raise InvalidArgumentError(
                 "token_ids", f"has {len(token_ids)} tokens, num_tokens sums to {ends[-1]}"
             )
-        if any(map(int.__gt__, num_kv_valid, request.num_tokens)):
+        if any(map(gt, num_kv_valid, lengths)):
             raise InvalidArgumentError("num_kv_valid", "is larger than num_tokens in some row")
         extra_keys = checks.append_extra_keys(request, num_rows, self._block_size)
-        starts = [0, *ends[:-1]]
-        return [
-            AppendRow(sequence_id, position, token_ids[start:end], valid, lookahead, keys)
-            for sequence_id, position, start, end, valid, lookahead, keys in zip(
-                request.sequence_ids,
-                request.start_positions,
-                starts,
-                ends,
-                num_kv_valid,
-                num_lookahead,
-                extra_keys,
-                strict=True,
-            )
-        ]
+        columns = (
+            sequence_ids,
+            request.start_positions,
+            [token_ids[end - length : end] for end, length in zip(ends, lengths, strict=True)],
+            num_kv_valid,
+            num_lookahead,
+            extra_keys,
+        )
+        return list(map(AppendRow._make, zip(*columns, strict=True)))
 
     def _check_fingerprint(self, given: bytes) -> None:
         if given and given != self._daemon.info.layout_fingerprint:

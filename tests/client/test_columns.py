@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from prefixcache.client.columns import uint32, uint32_column
+from prefixcache.client.columns import uint32, uint32_column, uint32_rows
 from prefixcache.errors import InvalidArgumentError
 from prefixcache.rpc._pb import cache_pb2
 
+UINT32_MAX = 2**32 - 1
 EDGES = [0, 1, 2**31 - 1, 2**31, 2**32 - 1]
 
 
@@ -79,6 +80,40 @@ def test_what_is_no_column_of_uint32_is_refused_and_the_field_named(values):
     with pytest.raises(InvalidArgumentError) as caught:
         uint32_column(values, "token_ids")
     assert caught.value.field == "token_ids"
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [],
+        [[]],
+        [[], [1], [], [2, 3], []],
+        [(1, 2), range(5), [UINT32_MAX]],
+        [np.arange(3), [7], torch.tensor([8, 9]), ()],
+        np.arange(6).reshape(3, 2),
+        torch.arange(4).reshape(4, 1),
+    ],
+    ids=lambda rows: f"{type(rows).__name__}-{len(rows)}",
+)
+def test_rows_become_one_column_and_their_lengths(rows):
+    column, lengths = uint32_rows(rows, "token_ids")
+    assert column.dtype == np.uint32
+    assert column.tolist() == [int(value) for row in rows for value in row]
+    assert lengths == [len(row) for row in rows]
+
+
+@pytest.mark.parametrize("bad", [-1, 2**32, 1.0, "1", None, [1]])
+@pytest.mark.parametrize("row", [list, tuple, lambda values: np.array(values, dtype=object)])
+def test_a_bad_value_in_any_row_is_refused(row, bad):
+    with pytest.raises(InvalidArgumentError) as caught:
+        uint32_rows([[1, 2], row([3, bad]), [4]], "token_ids")
+    assert caught.value.field == "token_ids"
+
+
+@pytest.mark.parametrize("row", ["12", b"12", 5, None, [[1], [2]]])
+def test_a_row_that_is_no_column_is_refused(row):
+    with pytest.raises(InvalidArgumentError):
+        uint32_rows([[1, 2], row], "token_ids")
 
 
 def test_the_bad_value_and_the_limit_are_named():

@@ -11,6 +11,7 @@ from google.protobuf.message import Message
 
 from prefixcache.rpc import wire
 from prefixcache.rpc._pb import admin_pb2, attention_pb2, cache_pb2
+from prefixcache.types import ResultCode
 
 DECLARED = {
     name: getattr(module, name)
@@ -104,7 +105,11 @@ def test_every_column_has_bytes_in_its_twin_and_nothing_else_has():
                 assert (twin.type, twin.is_repeated) == (field.type, field.is_repeated)
 
 
-@pytest.mark.parametrize("values", [[], [0], [2**32 - 1, 1], np.arange(5), np.arange(5)[::2]])
+@pytest.mark.parametrize(
+    "values",
+    [[], [0], [2**32 - 1, 1], (3, 4), [ResultCode.OK], np.arange(5), np.arange(5)[::2]],
+    ids=repr,
+)
 def test_columns_are_little_endian(values):
     data = wire.column32(values)
     assert data == b"".join(int(value).to_bytes(4, "little") for value in values)
