@@ -18,7 +18,7 @@ import pytest
 
 import prefixcache
 from prefixcache.client import Client
-from prefixcache.errors import PrefixCacheError
+from prefixcache.errors import PrefixCacheError, UnavailableError
 from prefixcache.types import ResultCode
 
 PROGRAM = [sys.executable, "-m", "prefixcache.cli"]
@@ -125,6 +125,41 @@ def test_sigterm_ends_the_daemon_with_0_and_removes_the_socket(
     daemon.send_signal(signal.SIGTERM)
     assert daemon.wait(timeout=30) == 0
     assert not (tmp_path / "prefixcache.sock").exists()
+
+
+def test_sigterm_ends_the_daemon_with_0_though_streams_are_open(
+    daemon: subprocess.Popen[str], target: str
+) -> None:
+    with Client(target) as client, client.steps() as idle, client.steps() as busy:
+        for steps in (idle, busy):
+            steps.run(steps.new_step())
+        unanswered = [busy.new_step() for _ in range(20)]
+        for number, step in enumerate(unanswered):
+            step.sequence([number])
+            busy.send(step)
+        daemon.send_signal(signal.SIGTERM)
+        # Far less than the drain timeout.
+        assert daemon.wait(timeout=15) == 0
+        for steps in (idle, busy):
+            with pytest.raises(UnavailableError):
+                while True:
+                    steps.run(steps.new_step())
+
+
+def test_a_daemon_that_is_killed_fails_the_steps_that_it_had(
+    daemon: subprocess.Popen[str], target: str
+) -> None:
+    with Client(target) as client, client.steps() as steps:
+        steps.run(steps.new_step())
+        daemon.send_signal(signal.SIGSTOP)
+        step = steps.new_step()
+        pending = step.sequence([1])
+        steps.send(step)
+        daemon.kill()
+        with pytest.raises(UnavailableError):
+            steps.wait(step)
+        with pytest.raises(UnavailableError):
+            pending.result()
 
 
 @contextmanager
