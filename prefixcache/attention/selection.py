@@ -166,13 +166,16 @@ TABLES: Mapping[str, tuple[Rule, ...]] = MappingProxyType(
 
 
 def choose_plan(shapes: Shapes, architecture: str, cores: int) -> Plan:
-    """The plan for a call on a device with so many cores (multiprocessors).
+    """The plan for a call on a device with so many cores (multiprocessors)."""
+    return plan_with(find_rule(shapes, architecture).tiles, shapes, cores)
+
+
+def plan_with(tiles: Tiles, shapes: Shapes, cores: int) -> Plan:
+    """The plan with these tiles.
 
     Splits are for calls whose programs leave cores idle; few tokens with long contexts.
     """
     group = shapes.num_query_heads // shapes.num_kv_heads
-    rows = shapes.longest_query * group
-    tiles = _find_rule(shapes, architecture, rows).tiles
     group_parts = -(-group // tiles.rows)
     group_part = -(-group // group_parts)
     parts = max(shapes.num_sequences, shapes.num_tokens // (tiles.rows // group_part))
@@ -223,7 +226,9 @@ def num_cores(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _find_rule(shapes: Shapes, architecture: str, rows: int) -> Rule:
+def find_rule(shapes: Shapes, architecture: str) -> Rule:
+    """The first rule of the architecture's table whose limits hold."""
+    rows = shapes.longest_query * (shapes.num_query_heads // shapes.num_kv_heads)
     head_dim = padded_head_dim(shapes.head_dim)
     return next(
         rule

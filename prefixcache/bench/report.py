@@ -197,14 +197,17 @@ def show_value(value: float, unit: str) -> str:
         return _show_seconds(value)
     if unit == "ratio":
         return show_ratio(value)
-    return f"{_digits(value)} {_UNIT_NAMES[unit]}"
+    factor, name = _UNIT_NAMES[unit]
+    if factor == "T" and abs(value) < 0.1:
+        factor, value = "G", value * 1000
+    return f"{_digits(value)} {factor}{name}"
 
 
 _UNIT_NAMES = {
-    "bytes": "B",
-    "per_s": "/s",
-    "tb_per_s": "TB/s",
-    "tflop_per_s": "TFLOP/s",
+    "bytes": ("", "B"),
+    "per_s": ("", "/s"),
+    "tb_per_s": ("T", "B/s"),
+    "tflop_per_s": ("T", "FLOP/s"),
 }
 
 

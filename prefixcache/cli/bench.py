@@ -1,4 +1,4 @@
-"""`prefixcache bench core | rpc | replay`: measurements, printed as tables or JSON.
+"""`prefixcache bench core | rpc | replay | attention`: measurements, printed as tables or JSON.
 
 Owns the options and their checks. Exit code 0 whatever is measured; 2 for what cannot be.
 """
@@ -25,6 +25,7 @@ from prefixcache.cli.trace import (
     check_divides,
     open_trace,
 )
+from prefixcache.errors import InvalidArgumentError
 from prefixcache.sizes import MAX_BLOCKS
 
 if TYPE_CHECKING:
@@ -188,6 +189,56 @@ def rpc(
     with _progress() as show:
         report = bench_rpc(settings, show)
     _print(report, as_json)
+
+
+@app.command()
+def attention(
+    tune: Annotated[
+        bool,
+        typer.Option(
+            "--tune", help="On a GPU: time other tiles for each rule of the kernels' table."
+        ),
+    ] = False,
+    rounds: NumRounds = None,
+    quick: Quick = False,
+    as_json: AsJson = False,
+) -> None:
+    """Measure attention beside what the machine can read, copy and multiply.
+
+    On a GPU the kernels, else the CPU path: decode, prefill, sequences that share blocks (flat and
+    as a tree), writes and copies of K/V; achieved TB/s and TFLOP/s beside the measured ceilings.
+    """
+    from prefixcache.server.lifecycle import prepare_torch
+
+    prepare_torch(None)
+    if tune:
+        _print(_tune(rounds), as_json)
+        return
+    from prefixcache.bench import attention as bench_module
+    from prefixcache.bench.measure import Rounds
+
+    settings = bench_module.default_settings()
+    if quick:
+        settings = bench_module.quick(settings)
+    if rounds is not None:
+        settings = replace(settings, rounds=Rounds.exactly(rounds))
+    with _progress() as show:
+        report = bench_module.bench_attention(settings, show)
+    _print(report, as_json)
+
+
+def _tune(rounds: int | None) -> Report:
+    from prefixcache.attention.device import default_device
+    from prefixcache.bench.measure import Rounds
+    from prefixcache.bench.tune import TuneSettings, tune
+
+    if default_device() != "cuda":
+        raise InvalidArgumentError("--tune", "needs a GPU, and torch sees none here")
+    settings = TuneSettings()
+    if rounds is not None:
+        settings = replace(settings, rounds=Rounds.exactly(rounds))
+    with _progress() as show:
+        return tune(settings, show)
 
 
 def _rpc_settings(quick: bool, rounds: int | None) -> RpcSettings:

@@ -93,7 +93,7 @@ def make_daemon(config: ServeConfig) -> Daemon:
 
 def _make_daemon(config: ServeConfig) -> Daemon:
     if config.pool.storage != "none":
-        _prepare_torch(config.process.threads)
+        prepare_torch(config.process.threads)
     model = _model_options(config)
     num_blocks = _num_blocks(config, model)
     seed = config.cache.hash_seed
@@ -112,7 +112,8 @@ def _make_daemon(config: ServeConfig) -> Daemon:
     )
 
 
-def _prepare_torch(num_threads: int | None) -> None:
+def prepare_torch(num_threads: int | None) -> None:
+    """Import torch as the daemon uses it. num_threads: of one attention call; None: torch's own."""
     # Torch's idle threads spin. A sidecar shares its cores with engines, and two spinning teams
     # slow each other down many times; measured, sleeping costs an idle machine 10 ms a Decode of
     # 8 x 4,096 tokens. It must be in the environment before torch is imported.

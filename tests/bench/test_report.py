@@ -102,6 +102,7 @@ def test_tables_without_a_terminal_are_plain_unbroken_lines(
         (160.4, "bytes", "160 B"),
         (12345.6, "per_s", "12,346 /s"),
         (4.123, "tflop_per_s", "4.12 TFLOP/s"),
+        (0.0123, "tb_per_s", "12.3 GB/s"),
         (1.234, "ratio", "1.23x"),
     ],
 )
