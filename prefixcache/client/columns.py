@@ -49,10 +49,15 @@ def uint32_column(values: npt.ArrayLike, field: str) -> TokenIds:
 def uint32_rows(rows: Sequence[Any], field: str) -> tuple[TokenIds, list[int]]:
     """The column of all rows' values, one row after the other, and the length of each row.
 
-    Each row is as for `uint32_column`. Rows that are lists cost no step of Python each.
+    Each row is as for `uint32_column`. Rows that are lists, or arrays of one dtype, are checked at
+    once and not one by one.
     """
-    if _LISTS.issuperset(map(type, rows)):
+    kinds = set(map(type, rows))
+    if kinds <= _LISTS:
         return _from_ints(list(chain.from_iterable(rows)), field), list(map(len, rows))
+    # Of several dtypes numpy might make one of floats.
+    if kinds == {np.ndarray} and {(row.dtype, row.ndim) for row in rows} == {(rows[0].dtype, 1)}:
+        return uint32_column(np.concatenate(rows), field), list(map(len, rows))
     columns = [uint32_column(row, field) for row in rows]
     return np.concatenate(columns), list(map(len, columns))
 

@@ -90,6 +90,8 @@ def test_what_is_no_column_of_uint32_is_refused_and_the_field_named(values):
         [[], [1], [], [2, 3], []],
         [(1, 2), range(5), [UINT32_MAX]],
         [np.arange(3), [7], torch.tensor([8, 9]), ()],
+        [np.arange(3), np.array([UINT32_MAX]), np.empty(0, np.int64)],
+        [np.array([5], dtype=np.int64), np.array([UINT32_MAX], dtype=np.uint64)],
         np.arange(6).reshape(3, 2),
         torch.arange(4).reshape(4, 1),
     ],
@@ -110,10 +112,20 @@ def test_a_bad_value_in_any_row_is_refused(row, bad):
     assert caught.value.field == "token_ids"
 
 
-@pytest.mark.parametrize("row", ["12", b"12", 5, None, [[1], [2]]])
+@pytest.mark.parametrize(
+    "row", ["12", b"12", 5, None, [[1], [2]], np.array(5), np.array([[1], [2]]), np.array([1.0])]
+)
 def test_a_row_that_is_no_column_is_refused(row):
-    with pytest.raises(InvalidArgumentError):
-        uint32_rows([[1, 2], row], "token_ids")
+    for rows in ([[1, 2], row], [row], [row, row], [np.array([[1, 2, 3]]), row]):
+        with pytest.raises(InvalidArgumentError):
+            uint32_rows(rows, "token_ids")
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.uint64, np.int32])
+def test_a_bad_value_in_arrays_of_one_dtype_is_refused(dtype):
+    bad = np.array([2**32 if dtype is np.uint64 else -1], dtype=dtype)
+    with pytest.raises(InvalidArgumentError, match="not in the range"):
+        uint32_rows([np.array([3], dtype=dtype), bad], "token_ids")
 
 
 def test_the_bad_value_and_the_limit_are_named():
