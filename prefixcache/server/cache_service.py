@@ -24,6 +24,7 @@ from prefixcache.rpc.status import status_message
 from prefixcache.rpc.wire import column32, column64, twin
 from prefixcache.server import checks
 from prefixcache.server.daemon import REPLY_HEADROOM_BYTES, Daemon
+from prefixcache.types import TokenIds
 
 _MAX_UINT32 = 2**32 - 1
 
@@ -203,10 +204,9 @@ class CacheService:
             if len(values) != num_rows:
                 raise InvalidArgumentError(name, f"has {len(values)} rows, must have {num_rows}")
         token_ids = checks.column(request.token_ids)
-        ends = list(accumulate(lengths))
-        if ends[-1] != len(token_ids):
+        if sum(lengths) != len(token_ids):
             raise InvalidArgumentError(
-                "token_ids", f"has {len(token_ids)} tokens, num_tokens sums to {ends[-1]}"
+                "token_ids", f"has {len(token_ids)} tokens, num_tokens sums to {sum(lengths)}"
             )
         if any(map(gt, num_kv_valid, lengths)):
             raise InvalidArgumentError("num_kv_valid", "is larger than num_tokens in some row")
@@ -214,7 +214,7 @@ class CacheService:
         columns = (
             sequence_ids,
             request.start_positions,
-            [token_ids[end - length : end] for end, length in zip(ends, lengths, strict=True)],
+            _split(token_ids, lengths),
             num_kv_valid,
             num_lookahead,
             extra_keys,
@@ -228,3 +228,11 @@ class CacheService:
     def _check_not_draining(self) -> None:
         if self._daemon.is_draining:
             raise DrainingError
+
+
+def _split(token_ids: TokenIds, lengths: list[int]) -> list[TokenIds]:
+    """The part of each row, whose lengths sum up."""
+    if len(set(lengths)) == 1:  # one step of numpy: most batches add one token to each sequence
+        return list(token_ids.reshape(len(lengths), lengths[0]))
+    ends = accumulate(lengths)
+    return [token_ids[end - length : end] for end, length in zip(ends, lengths, strict=True)]
