@@ -61,7 +61,7 @@ class Rule:
     tiles: Tiles
     reason: str
     max_stored_bytes: int | None = None
-    """Of an element in the cache."""
+    """Of an element in the cache: 1 is for quantised caches alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,13 +98,16 @@ class Plan:
 
 _FLOAT32 = (
     Rule(16, 128, 4, Tiles(16, 32, 8, 3), "no tensor cores; 70 registers, with 4 warps 148 spills"),
-    Rule(None, 128, 4, Tiles(32, 16, 8, 3), "90 registers; 32 keys: 105 spills"),
+    Rule(None, 128, 4, Tiles(32, 16, 4, 3), "161 registers; 8 warps: up to 12 spills (triton 3.6)"),
     Rule(None, 256, 4, Tiles(16, 16, 8, 3), "100 registers"),
 )
-_QUANTIZED = (
-    Rule(
-        16, 128, 2, Tiles(16, 32, 4, 3), "three programs a core; 64 keys: 214 registers or more", 1
-    ),
+# 8-bit K/V, which become 16 or 32 bits in registers.
+_QUANTIZED_DECODE = Rule(
+    16, 128, 2, Tiles(16, 32, 4, 3), "three programs a core; 64 keys: 214 registers or more", 1
+)
+_QUANTIZED_FLOAT32 = (
+    Rule(None, 128, 4, Tiles(16, 32, 8, 1), "74 registers; with 3 stages 163 spills", 1),
+    Rule(None, 256, 4, Tiles(16, 16, 8, 1), "80 registers; with 3 stages 202 spills", 1),
 )
 _SMALLEST = Tiles(16, 16, 8, 1)
 _LARGE_HEADS = Rule(None, None, None, _SMALLEST, "over 256 elements: the smallest tiles there are")
@@ -113,35 +116,40 @@ TABLES: Mapping[str, tuple[Rule, ...]] = MappingProxyType(
     {
         # At most 68 KiB of shared memory, so that cards with 99 KiB can take the table too.
         "sm_80": (
-            *_QUANTIZED,
-            Rule(None, 128, 2, Tiles(64, 32, 8, 3), "206 registers; 64 keys: 255", 1),
+            _QUANTIZED_DECODE,
             Rule(16, 128, 2, Tiles(16, 64, 4, 3), "memory bound: three programs a core fit"),
             Rule(16, 256, 2, Tiles(16, 32, 8, 3), "128 registers; 4 warps: 6 spills"),
+            Rule(None, 128, 2, Tiles(64, 32, 8, 3), "206 registers; 64 keys: 255", 1),
+            Rule(None, 256, 2, Tiles(32, 32, 8, 2), "172 registers; 64 rows: 4 spills", 1),
             # 128 rows: 15 to 24 spills with splits or a group that is no power of two.
             Rule(None, 128, 2, Tiles(64, 64, 8, 3), "190 registers; 4 warps: 45 spills"),
             Rule(None, 256, 2, Tiles(64, 32, 8, 2), "234 registers; more rows or keys spill"),
+            *_QUANTIZED_FLOAT32,
             *_FLOAT32,
             _LARGE_HEADS,
         ),
         "sm_90": (
-            *_QUANTIZED,
+            _QUANTIZED_DECODE,
             Rule(16, 128, 2, Tiles(16, 64, 4, 3), "memory bound: three programs a core fit"),
             Rule(16, 256, 2, Tiles(16, 32, 4, 3), "188 registers; half the keys, the same bytes"),
             Rule(64, 128, 2, Tiles(64, 64, 4, 3), "one warp group: HGMMA, 244 registers, 81 KiB"),
             Rule(None, 128, 2, Tiles(128, 64, 8, 3), "two warp groups: HGMMA, 220 registers"),
+            Rule(None, 256, 2, Tiles(64, 32, 8, 2), "HGMMA, 255 registers; 64 keys: 114 spills", 1),
             Rule(64, 256, 2, Tiles(64, 64, 8, 2), "HGMMA, 255 registers, 160 KiB"),
             Rule(None, 256, 2, Tiles(128, 32, 8, 2), "HGMMA, 255 registers; 64 keys: 12 spills"),
+            *_QUANTIZED_FLOAT32,
             *_FLOAT32,
             _LARGE_HEADS,
         ),
         "sm_100": (
-            *_QUANTIZED,
+            _QUANTIZED_DECODE,
             Rule(16, 128, 2, Tiles(16, 64, 4, 3), "memory bound: three programs a core fit"),
             Rule(16, 256, 2, Tiles(16, 32, 4, 3), "186 registers; half the keys, the same bytes"),
             Rule(64, 128, 2, Tiles(64, 64, 8, 3), "tcgen05, 119 registers; 4 warps: more code"),
             Rule(None, 128, 2, Tiles(128, 64, 8, 3), "tcgen05, 212 registers, 97 KiB"),
             # 128 rows of 32 keys: 50 spills with splits and a group that is no power of two.
             Rule(None, 256, 2, Tiles(64, 64, 8, 2), "tcgen05, 200 registers; 32 keys: 12 spills"),
+            *_QUANTIZED_FLOAT32,
             *_FLOAT32,
             _LARGE_HEADS,
         ),
@@ -151,7 +159,9 @@ TABLES: Mapping[str, tuple[Rule, ...]] = MappingProxyType(
             Rule(16, 256, 2, Tiles(16, 32, 4, 2), "172 registers, 32 KiB"),
             Rule(64, 128, 2, Tiles(64, 32, 4, 2), "180 registers; 64 keys: 242"),
             Rule(None, 128, 2, Tiles(128, 32, 8, 2), "159 registers, 32 KiB"),
+            Rule(None, 256, 2, Tiles(64, 16, 8, 1), "179 registers; 32 keys: 66 spills", 1),
             Rule(None, 256, 2, Tiles(64, 32, 8, 1), "195 registers"),
+            *_QUANTIZED_FLOAT32,
             Rule(16, 128, 4, Tiles(16, 32, 8, 1), "165 registers"),
             Rule(None, 128, 4, Tiles(32, 16, 8, 1), "118 registers"),
             Rule(None, 256, 4, Tiles(16, 16, 8, 1), "157 registers"),

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import triton
 
 from prefixcache.attention import copy_blocks, write_kv
 from prefixcache.attention.kernels.combine import combine_kernel
@@ -64,6 +65,11 @@ class Ceiling:
 
     spills: int
     reason: str
+
+
+def _under_triton(version: str, ceilings: Mapping[str, Ceiling]) -> Mapping[str, Ceiling]:
+    """By target; what one version alone needs."""
+    return ceilings if triton.__version__ == version else {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,15 +259,17 @@ def _quantized_case(
     stored: torch.dtype,
     targets: tuple[str, ...],
     *,
+    dtype: torch.dtype = torch.bfloat16,
+    head_dim: int = 128,
     is_fixed: bool = False,
     **shapes: Any,
 ) -> Case:
-    """16 bits of q over 8 bits of K/V, a scale for each token and head or for each block."""
+    """8 bits of K/V, a scale for each token and head or for each block."""
     strides = FIXED_SCALE_STRIDES if is_fixed else SCALE_STRIDES
     return _attention_case(
         name,
-        torch.bfloat16,
-        128,
+        dtype,
+        head_dim,
         4,
         stored=stored,
         scale_strides=strides,
@@ -294,7 +302,15 @@ CASES = (
     _attention_case("prefill", torch.float32, 128, 4, longest_query=2048, num_sequences=4),
     _attention_case("decode, window", torch.bfloat16, 128, 4, options="window", targets=_NVIDIA),
     _attention_case(
-        "decode, all options", torch.bfloat16, 128, 4, options="all options", targets=_NVIDIA
+        "decode, all options",
+        torch.bfloat16,
+        128,
+        4,
+        options="all options",
+        targets=_NVIDIA,
+        ceilings=_under_triton(
+            "3.6.0", {"sm_80": Ceiling(4, "one value, to keep to the registers of three programs")}
+        ),
     ),
     _attention_case(
         "prefill, all options",
@@ -309,4 +325,15 @@ CASES = (
     _quantized_case("decode fp8 fixed", torch.float8_e4m3fn, _NVIDIA, is_fixed=True),
     _quantized_case("decode int8", torch.int8, _NVIDIA),
     _quantized_case("prefill fp8", torch.float8_e4m3fn, _NVIDIA, **_PROMPTS),
+    _quantized_case(
+        "prefill fp8",
+        torch.float8_e4m3fn,
+        _NVIDIA,
+        head_dim=256,
+        ceilings=_under_triton(
+            "3.6.0", {"sm_90": Ceiling(16, "all 255 registers; fewer rows would have no HGMMA")}
+        ),
+        **_PROMPTS,
+    ),
+    _quantized_case("prefill int8", torch.int8, _NVIDIA, dtype=torch.float32, **_PROMPTS),
 )
