@@ -46,7 +46,8 @@ class Tiles:
     """Of one step. A power of two >= 16."""
     num_warps: int
     num_stages: int
-    """Steps whose K/V are in shared memory or on their way at a time."""
+    """Of the compiler's pipeline, in which the block table goes ahead of K/V: with 3 the K/V of one
+    step are in shared memory or on their way at a time, with 5 of two; of one more with wgmma."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +82,8 @@ class Shapes:
     """Of q."""
     stored: torch.dtype
     """Of K/V in the cache."""
+    is_latent: bool = False
+    """Then `head_dim` is that of V, which the sums have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +113,7 @@ _QUANTIZED_FLOAT32 = (
     Rule(None, 256, 4, Tiles(16, 16, 8, 1), "80 registers; with 3 stages 202 spills", 1),
 )
 _SMALLEST = Tiles(16, 16, 8, 1)
-_LARGE_HEADS = Rule(None, None, None, _SMALLEST, "over 256 elements: the smallest tiles there are")
+_LARGE_HEADS = Rule(None, None, None, _SMALLEST, "larger heads: the smallest tiles there are")
 
 TABLES: Mapping[str, tuple[Rule, ...]] = MappingProxyType(
     {
@@ -173,6 +176,47 @@ TABLES: Mapping[str, tuple[Rule, ...]] = MappingProxyType(
     }
 )
 """Rules by architecture: a CUDA one, `gfx942` for all of ROCm, or triton's interpreter."""
+
+_LATENT_FLOAT32 = Rule(None, 512, 4, Tiles(16, 16, 8, 3), "no tensor cores; 126 registers, 73 KiB")
+
+LATENT_TABLES: Mapping[str, tuple[Rule, ...]] = MappingProxyType(
+    {
+        # 5 stages are the block table's, and two tiles on their way while a third is used; with 3
+        # a tile starts when the one before has been used (wgmma: is about to be).
+        # At most 99 KiB.
+        "sm_80": (
+            Rule(16, 512, 2, Tiles(16, 32, 4, 5), "223 registers, 92 KiB; 8 warps: scores twice"),
+            Rule(None, 512, 2, Tiles(32, 32, 4, 3), "255 registers; 74 KiB: two programs a core"),
+            _LATENT_FLOAT32,
+            _LARGE_HEADS,
+        ),
+        "sm_90": (
+            Rule(16, 512, 2, Tiles(16, 32, 4, 5), "180 registers; 92 KiB: two programs a core"),
+            Rule(32, 512, 2, Tiles(32, 32, 4, 5), "255 registers; 111 KiB: two programs a core"),
+            # 32 keys and 5 stages: wgmma of 16 columns reads q twice as often.
+            Rule(None, 512, 2, Tiles(64, 64, 8, 3), "HGMMA, 254 registers, 217 KiB; 5 stages: 290"),
+            _LATENT_FLOAT32,
+            _LARGE_HEADS,
+        ),
+        "sm_100": (
+            Rule(16, 512, 2, Tiles(16, 32, 4, 5), "219 registers; 92 KiB: two programs a core"),
+            Rule(None, 512, 2, Tiles(64, 32, 8, 3), "tcgen05, 250 registers; 64 keys: 345 KiB"),
+            _LATENT_FLOAT32,
+            _LARGE_HEADS,
+        ),
+        "gfx942": (
+            Rule(16, 512, 2, Tiles(16, 32, 8, 2), "182 registers, 36 KiB"),
+            Rule(None, 512, 2, Tiles(32, 16, 8, 2), "181 registers; 32 keys: 17 spills"),
+            Rule(None, 512, 4, Tiles(16, 16, 8, 2), "252 registers"),
+            Rule(None, None, None, _SMALLEST, "over 512 elements: 47 spills, float32 305"),
+        ),
+        "interpreter": (
+            Rule(None, None, None, Tiles(16, 16, 1, 1), "short tests then cross several tiles"),
+        ),
+    }
+)
+"""Rules for latent K/V, of R latent and P rope elements: `max_head_dim` is R, registers and bytes
+are with P = 64."""
 
 
 def choose_plan(shapes: Shapes, architecture: str, cores: int) -> Plan:
@@ -242,7 +286,7 @@ def find_rule(shapes: Shapes, architecture: str) -> Rule:
     head_dim = padded_head_dim(shapes.head_dim)
     return next(
         rule
-        for rule in TABLES[architecture]
+        for rule in (LATENT_TABLES if shapes.is_latent else TABLES)[architecture]
         if (rule.max_rows is None or rows <= rule.max_rows)
         and (rule.max_head_dim is None or head_dim <= rule.max_head_dim)
         and (rule.max_element_bytes is None or shapes.dtype.itemsize <= rule.max_element_bytes)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from prefixcache.attention.checks import check_attention
-from prefixcache.attention.paged_attention import launch, upload
+from prefixcache.attention.device_batch import upload
+from prefixcache.attention.paged_attention import launch
 from prefixcache.attention.selection import Plan, Tiles
 from tests.attention.paged_cases import PagedCase
 
@@ -29,6 +30,6 @@ def run(
         num_splits,
         min_split or keys,
     )
-    out = torch.full_like(case.q, torch.nan)
+    out = case.q.new_full((*case.q.shape[:2], case.cache.values.shape[3]), torch.nan)
     launch(case.q, case.cache, upload(case.batch, case.q.device), case.options, plan, out)
     return out

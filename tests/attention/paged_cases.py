@@ -133,9 +133,18 @@ def make_latent_case(
     block_size: int = 4,
     dtype: torch.dtype = torch.float32,
     poison: float = float("nan"),
+    scale: float | None = None,
+    options: AttentionOptions | None = None,
     seed: int = 0,
 ) -> PagedCase:
-    """`make_case` over latents: one KV head of `latent_dim + rope_dim`, V its first part."""
+    """`make_case` over latents: one KV head of `latent_dim + rope_dim`, V its first part.
+
+    Without a scale, also in the options, it is the one of heads of half the latent's elements.
+    """
+    if scale is None:
+        scale = (latent_dim // 2 + rope_dim) ** -0.5
+    if options is None or options.scale is None:
+        options = replace(options or AttentionOptions(), scale=scale)
     case = make_case(
         contexts,
         queries,
@@ -145,7 +154,7 @@ def make_latent_case(
         block_size=block_size,
         dtype=dtype,
         poison=poison,
-        scale=(latent_dim // 2 + rope_dim) ** -0.5,
+        options=options,
         seed=seed,
     )
     keys = case.cache.keys

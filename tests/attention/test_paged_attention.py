@@ -9,7 +9,7 @@ import hypothesis.strategies as st
 import torch
 from hypothesis import given, settings
 
-from prefixcache.attention.paged_attention import upload
+from prefixcache.attention.device_batch import upload
 from tests.attention.paged_cases import make_case
 
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from prefixcache.attention.decode import decode
-from prefixcache.attention.paged_attention import DeviceBatch, launch, upload
+from prefixcache.attention.device_batch import DeviceBatch, upload
+from prefixcache.attention.paged_attention import launch
 from prefixcache.attention.prefill import prefill
 from prefixcache.attention.selection import TABLES, Plan, architecture_of, padded_head_dim
 from prefixcache.storage.kv_cache import KVCache

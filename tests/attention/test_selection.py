@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -11,7 +12,9 @@ import torch
 from hypothesis import given, settings
 
 from prefixcache.attention.selection import (
+    LATENT_TABLES,
     TABLES,
+    Rule,
     Shapes,
     architecture_of,
     choose_plan,
@@ -48,6 +51,7 @@ def is_power_of_two(number: int) -> bool:
     group=st.integers(1, 200),
     head_dim=st.integers(1, 600),
     dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
+    is_latent=st.booleans(),
     stored=st.sampled_from([torch.float32, torch.bfloat16, torch.float8_e4m3fn]),
 )
 def test_any_call_gets_a_plan_that_the_kernel_can_run(
@@ -79,9 +83,12 @@ def test_any_call_gets_a_plan_that_the_kernel_can_run(
     assert plan.num_splits == 1 or plan.min_split * plan.num_splits < 4 * shapes["max_seq_len"]
 
 
+@pytest.mark.parametrize("tables", [TABLES, LATENT_TABLES], ids=["heads", "latents"])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_every_entry_has_a_reason_and_the_last_one_takes_anything(architecture: str) -> None:
-    rules = TABLES[architecture]
+def test_every_entry_has_a_reason_and_the_last_one_takes_anything(
+    architecture: str, tables: Mapping[str, tuple[Rule, ...]]
+) -> None:
+    rules = tables[architecture]
     assert all(rule.reason for rule in rules)
     last = rules[-1]
     assert (last.max_rows, last.max_head_dim, last.max_element_bytes) == (None, None, None)
@@ -120,6 +127,26 @@ def test_few_kernels_serve_all_lengths() -> None:
 def test_a_group_larger_than_the_rows_is_shared_out_evenly(group: int, group_part: int) -> None:
     shapes = replace(DECODE, num_query_heads=8 * group)
     assert choose_plan(shapes, "sm_90", H200_CORES).group_part == group_part
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "tokens", "rows", "group_part"),
+    [(16, 1, 16, 16), (32, 1, 32, 32), (128, 1, 64, 64), (16, 4, 64, 16), (40, 1, 64, 40)],
+)
+def test_heads_that_share_latents_share_the_rows_of_a_program(
+    num_heads: int, tokens: int, rows: int, group_part: int
+) -> None:
+    """Tensor parallel parts of DeepSeek-V3, drafts, and a head count that is no power of two."""
+    latent = replace(
+        DECODE,
+        num_query_heads=num_heads,
+        num_kv_heads=1,
+        head_dim=512,
+        longest_query=tokens,
+        is_latent=True,
+    )
+    plan = choose_plan(latent, "sm_90", H200_CORES)
+    assert (plan.tiles.rows, plan.group_part) == (rows, group_part)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,8 @@ from triton.runtime import interpreter
 
 from prefixcache.attention import decode as decode_module
 from prefixcache.attention import prefill as prefill_module
-from prefixcache.attention.paged_attention import launch, paged_attention, upload
+from prefixcache.attention.device_batch import upload
+from prefixcache.attention.paged_attention import launch, paged_attention
 from prefixcache.attention.selection import Plan, Tiles
 from tests.attention.kernel_runs import run
 from tests.attention.paged_cases import DTYPES, make_case
