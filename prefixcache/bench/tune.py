@@ -15,7 +15,8 @@ from itertools import product
 import torch
 
 from prefixcache.attention.batch import AttentionBatch, make_batch
-from prefixcache.attention.paged_attention import launch, upload
+from prefixcache.attention.device_batch import upload
+from prefixcache.attention.paged_attention import launch
 from prefixcache.attention.selection import (
     TABLES,
     Rule,
