@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import pytest
 
-from prefixcache import AsyncClient
+from prefixcache import AsyncClient, Client, Pending, Sequence, Step
 from prefixcache.errors import (
     CancelledCallError,
     DeadlineExceededError,
@@ -209,6 +212,49 @@ def test_steps_are_sent_ahead_and_a_wait_answers_those_before(real, running):
             steps.wait(sent[0])
         assert [one.num_tokens for half in halves for one in half] == [11] * 4
         assert_stands_as_in_the_daemon(running, *halves[0], *halves[1])
+
+
+def test_engines_at_the_same_time_share_the_pool_and_leave_it_whole():
+    """Each on a stream of its own, two steps under way, in a pool that is too small for all."""
+
+    def engine(target: str, number: int) -> int:
+        rng, num_refused = random.Random(number), 0
+        with Client(target) as client, client.steps() as steps:
+            groups: list[list[Sequence]] = [[], []]
+            under_way: list[tuple[int, Step[Sequence], list[Pending[Sequence]]]] = []
+            for turn in range(60):
+                which = turn % 2
+                if len(under_way) == 2:
+                    index, step, started = under_way.pop(0)
+                    steps.wait(step)
+                    for one in started:
+                        try:
+                            groups[index].append(one.result())
+                        except NoRoomError:
+                            num_refused += 1
+                group = groups[which]
+                step = steps.new_step()
+                step.free([group.pop()] if group and rng.random() < 0.6 else [])
+                step.commit(group, [one.num_tokens - one.num_computed_tokens for one in group])
+                step.append(group, [[rng.randrange(3)]] * len(group))
+                prompts = [range(rng.randrange(1, 20)) for _ in range(rng.randrange(3))]
+                under_way.append((which, step, [step.sequence(prompt) for prompt in prompts]))
+                steps.send(step)
+            for index, step, started in under_way:
+                steps.wait(step)
+                for one in started:
+                    with suppress(NoRoomError):
+                        groups[index].append(one.result())
+            assert client.free(groups[0] + groups[1]) == [OK] * len(groups[0] + groups[1])
+        return num_refused
+
+    with running_daemon(CacheOptions(12, 4)) as running, ThreadPoolExecutor(4) as threads:
+        num_refused = list(threads.map(engine, [running.target] * 4, range(4)))
+        assert any(num_refused)
+        with running.daemon.sequences.lock:
+            check_invariants(running.daemon.sequences)
+            assert len(running.daemon.sequences.live) == 0
+            assert running.daemon.sequences.pool.num_referenced == 0
 
 
 def test_a_step_has_each_call_once_and_is_sent_once(real):
