@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from typing import NewType
+from typing import NamedTuple, NewType
 
 import numpy as np
 import numpy.typing as npt
@@ -187,17 +187,19 @@ class AllocateResult:
     block_ids: BlockIds
 
 
-@dataclass(frozen=True, slots=True)
-class AppendResult:
-    """One row of Append. `new_block_ids` were added at the end of the block table, in order."""
+class AppendResult(NamedTuple):
+    """One row of Append. `new_block_ids` were added at the end of the block table, in order.
+
+    No dataclass as other results are: those take five times as long to make, and a batch has one a
+    sequence.
+    """
 
     code: ResultCode
     new_block_ids: tuple[int, ...] = ()
     copies: tuple[BlockCopy, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class CommitResult:
+class CommitResult(NamedTuple):
     """One row of Commit: leading blocks of the sequence that are findable or stand by."""
 
     code: ResultCode

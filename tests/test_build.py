@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 SOURCES = ("prefixcache", "third_party", "pyproject.toml", "README.md", "LICENSE")
-MODULES = ("append", "free_queue", "hash_chain", "pool")
+MODULES = ("append", "commit", "free_queue", "hash_chain", "pool")
 
 
 def build(folder: Path, compiler: str) -> Path:

@@ -62,10 +62,12 @@ from prefixcache.types import (
 )
 
 _native_append_rows: Callable[..., list[AppendResult]] | None = None
+_native_commit_rows: Callable[..., list[CommitResult]] | None = None
 if FORM == "native":
     from prefixcache.core.native.append import append_rows
+    from prefixcache.core.native.commit import commit_rows
 
-    _native_append_rows = append_rows
+    _native_append_rows, _native_commit_rows = append_rows, commit_rows
 
 _RESULT_CODES: dict[type[PrefixCacheError], ResultCode] = {
     SequenceNotFoundError: ResultCode.NOT_FOUND,
@@ -248,6 +250,11 @@ class Sequences:
     def commit(self, owner: bytes, rows: Iterable[CommitRow]) -> list[CommitResult]:
         """Without storage: the client has written K/V of all layers up to a position."""
         self.live.touch(owner)
+        if _native_commit_rows is not None:
+            results: list[CommitResult] = _native_commit_rows(
+                self.pool.block_size, self.counters, self.live.by_id, owner, rows, self._commit_row
+            )
+            return results
         return [self._commit_row(owner, row) for row in rows]
 
     def _commit_row(self, owner: bytes, row: CommitRow) -> CommitResult:

@@ -1,4 +1,4 @@
-"""The compiled Append: which rows it takes, and that it does to them what the Python one does."""
+"""Compiled Append and Commit: which rows they take, and that they do what the Python ones do."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from prefixcache.core.native.append import append_rows
-from prefixcache.core.sequence import AppendRow
-from prefixcache.types import AppendResult, ExtraKeys, ResultCode
+from prefixcache.core.native.commit import commit_rows
+from prefixcache.core.sequence import AppendRow, CommitRow
+from prefixcache.types import AppendResult, CacheUse, CommitResult, ExtraKeys, ResultCode
 from tests.core.manager import ONE, TWO, A, Held, Manager, T, forked, image
 from tests.support.invariants import check_invariants, snapshot
 
@@ -113,7 +114,65 @@ def test_a_row_of_a_sequence_that_still_holds_the_source_of_a_copy_is_left_alone
     assert not append(manager, row_of(child, [6]))[1]
 
 
-def draw_row(rng: random.Random, held: Held) -> AppendRow:
+# ---- commit
+
+
+def commit(manager: Manager, row: CommitRow) -> tuple[CommitResult, bool]:
+    """The result, and whether the row was plain."""
+    left: list[CommitRow] = []
+
+    def leave(owner: bytes, row: CommitRow) -> CommitResult:
+        left.append(row)
+        return CommitResult(ResultCode.BUSY)
+
+    sequences, size = manager.sequences, manager.pool.block_size
+    (result,) = commit_rows(size, sequences.counters, sequences.live.by_id, ONE, [row], leave)
+    check_invariants(sequences)
+    return result, not left
+
+
+def test_tokens_that_fill_no_block_are_committed_without_the_python_form() -> None:
+    manager = Manager(12)
+    held = manager.allocate(T(6))
+    manager.commit(held, 4)
+    manager.append(held, [5])
+    assert commit(manager, CommitRow(held.sequence_id, 4, 3)) == (
+        CommitResult(ResultCode.OK, 1),
+        True,
+    )
+    assert manager.computed(held) == 7
+    assert manager.sequences.counters.prefill_tokens_computed == 6
+    registers_nothing = manager.allocate(A(6), cache_use=CacheUse.NONE)
+    assert commit(manager, CommitRow(registers_nothing.sequence_id, 0, 6)) == (
+        CommitResult(ResultCode.OK, 0),
+        True,
+    )
+
+
+@pytest.mark.parametrize(
+    ("start", "count"), [(0, 4), (0, 0), (1, 1), (0, 7)], ids=["block", "none", "place", "beyond"]
+)
+def test_any_other_commit_is_left_alone(start: int, count: int) -> None:
+    manager = Manager(12)
+    held, others = manager.allocate(T(6)), manager.allocate([1], owner=TWO)
+    before = snapshot(manager.sequences)
+    assert not commit(manager, CommitRow(held.sequence_id, start, count))[1]
+    assert not commit(manager, CommitRow(held.sequence_id + 1, 0, 1))[1]
+    assert not commit(manager, CommitRow(others.sequence_id, 0, 1))[1]
+    assert snapshot(manager.sequences) == before
+
+
+def test_a_commit_before_which_the_source_of_a_copy_is_let_go_is_left_alone() -> None:
+    manager = Manager(8)
+    _, child = forked(manager)
+    assert manager.append(child, [5]).copies
+    assert not commit(manager, CommitRow(child.sequence_id, 6, 1))[1]
+
+
+# ---- both, at random
+
+
+def draw_append(rng: random.Random, held: Held) -> AppendRow:
     tokens = [rng.randrange(3) for _ in range(rng.choice((0, 1, 1, 1, 1, 2, 5)))]
     return AppendRow(
         held.sequence_id,
@@ -124,11 +183,21 @@ def draw_row(rng: random.Random, held: Held) -> AppendRow:
     )
 
 
+def draw_commit(rng: random.Random, held: Held, computed: int) -> CommitRow:
+    start = max(0, computed - rng.choice((0,) * 9 + (1,)))
+    return CommitRow(held.sequence_id, start, rng.choice((0, 1, 1, 1, 2, held.num_tokens - start)))
+
+
+Call = Callable[[Manager, Any], Any]
+
+
 class Twin:
     """A manager and its sequences in the order of their making; ids are random."""
 
-    def __init__(self, seed: int, append: Callable[[Manager, AppendRow], AppendResult]) -> None:
+    def __init__(self, seed: int, append: Call, commit: Call) -> None:
         rng = random.Random(seed)
+        self.commit = commit
+        self.last: tuple[Call, AppendRow | CommitRow] | None = None
         self.manager = Manager(rng.randrange(8, 30), rng.choice((1, 2, 4)))
         self.append = append
         self.held: list[Held] = []
@@ -146,10 +215,18 @@ class Twin:
             self.held.remove(held)
             return manager.free(held)
         if action == 3 and manager.computed(held) < held.num_tokens:
-            return manager.commit(held)
-        result = self.append(manager, row := draw_row(rng, held))
-        held.num_tokens = manager.record(held).num_tokens
-        return result, row.start_position
+            return manager.attend(held, num_tokens=1)
+        if action == 4 and self.last is not None:
+            call, row = self.last
+        elif action < 7:
+            call, row = self.commit, draw_commit(rng, held, manager.computed(held))
+        else:
+            call, row = self.append, draw_append(rng, held)
+        self.last = call, row
+        result = call(manager, row)
+        for one in self.held:
+            one.num_tokens = manager.record(one).num_tokens
+        return result
 
     def state(self) -> dict[str, Any]:
         state = snapshot(self.manager.sequences)
@@ -158,8 +235,16 @@ class Twin:
 
 @pytest.mark.parametrize("seed", range(30))
 def test_random_rows_do_what_they_do_in_python(seed: int) -> None:
-    compiled = Twin(seed, lambda manager, row: manager.sequences.append(ONE, [row])[0])
-    python = Twin(seed, lambda manager, row: manager.sequences._append_row(ONE, row))
+    compiled = Twin(
+        seed,
+        lambda manager, row: manager.sequences.append(ONE, [row])[0],
+        lambda manager, row: manager.sequences.commit(ONE, [row])[0],
+    )
+    python = Twin(
+        seed,
+        lambda manager, row: manager.sequences._append_row(ONE, row),
+        lambda manager, row: manager.sequences._commit_row(ONE, row),
+    )
     for step in range(300):
         results = [twin.step(random.Random(f"{seed} {step}")) for twin in (compiled, python)]
         assert results[0] == results[1]
