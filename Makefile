@@ -70,7 +70,8 @@ proto: venv ## regenerate prefixcache/rpc/_pb from protos/
 clean: ## remove caches and builds
 	rm -rf build dist *.egg-info .triton-* .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -path ./$(VENV) -prune -o -type d -name __pycache__ -exec rm -rf {} +
-	find prefixcache -path '*/native/*' \( -name '*.so' -o -name '*.c' \) -delete
+	find prefixcache -path '*/native/*.so' -delete
+	find prefixcache -path '*/native/*.c' ! -path '*/native/kernels/*' -delete
 
 distclean: clean ## remove .venv too
 	rm -rf $(VENV)
@@ -83,7 +84,8 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
 
 # Compiled modules are built by the installation.
-COMPILED := $(shell find prefixcache third_party -name '*.pyx' -o -name '*.pxd' -o -name '*.h')
+COMPILED := $(shell find prefixcache third_party -name '*.pyx' -o -name '*.pxd' -o -name '*.h' \
+	-o -path '*/native/kernels/*.c')
 
 $(VENV)/.stamp-dev: pyproject.toml constraints.txt $(COMPILED) | $(BIN)/python
 	@echo "installing into $(VENV); torch is large, so the first time takes a minute or more"

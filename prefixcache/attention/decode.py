@@ -1,6 +1,7 @@
 """Attention for a few new tokens of each of many sequences.
 
-Where Triton runs it is `paged_attention`; the rest of this module is the torch path, for CPU.
+Where Triton runs it is `paged_attention`, on CPUs that it is compiled for `native_attention`; the
+rest of this module is the torch path.
 
 Bound by reading K/V: each sequence's context is streamed through the CPU's cache in tiles, for
 all KV heads at once. Rejected: the way of `prefill`, which copies a whole context before it
@@ -15,7 +16,7 @@ import torch
 
 from prefixcache.attention.batch import AttentionBatch
 from prefixcache.attention.checks import check_attention
-from prefixcache.attention.device import uses_triton
+from prefixcache.attention.device import uses_native, uses_triton
 from prefixcache.attention.prefill import attend_many
 from prefixcache.attention.selection import choose_shared_prefix
 from prefixcache.attention.sequence_kv import KVReader
@@ -45,6 +46,17 @@ def decode(
 
         return paged_attention(q, cache, batch, options)
     check_attention(q, cache, batch, options)
+    if uses_native(q, cache):
+        from prefixcache.attention.native_attention import native_attention
+
+        return native_attention(q, cache, batch, options)
+    return decode_in_torch(q, cache, batch, options)
+
+
+def decode_in_torch(
+    q: torch.Tensor, cache: KVCache, batch: AttentionBatch, options: AttentionOptions
+) -> torch.Tensor:
+    """`decode` of checked arguments without compiled code."""
     out = q.new_empty(*q.shape[:2], cache.values.shape[3])
     max_blocks = min(tile_blocks(cache, q.shape[1]), batch.block_tables.shape[1])
     reader = KVReader(cache, max_blocks)

@@ -1,8 +1,8 @@
 """Where attention runs, and by which code.
 
-Every operation has a torch path, which runs on any device, and may have a Triton kernel. Its
-launcher asks `uses_triton` once a call, and imports its kernel only then: a daemon on CPU never
-loads triton.
+Every operation has a torch path, which runs on any device, and may have a Triton kernel; attention
+has compiled code for CPUs as well. A launcher asks `uses_triton` and `uses_native` once a call, and
+imports what it needs only then: a daemon on CPU never loads triton.
 
 Triton reads TRITON_INTERPRET where a function is decorated, which is when its module is imported,
 triton's own library included. So the variable must be set before the first import of triton; here
@@ -11,11 +11,14 @@ it is read at each call, so that afterwards a test chooses the path by setting o
 
 from __future__ import annotations
 
+import functools
 import os
-from functools import cache
 from importlib.util import find_spec
 
 import torch
+
+from prefixcache.core.form import FORM
+from prefixcache.storage.kv_cache import KVCache
 
 
 def default_device() -> str:
@@ -34,6 +37,30 @@ def uses_triton(tensor: torch.Tensor) -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
-@cache
+def uses_native(q: torch.Tensor, cache: KVCache) -> bool:
+    """Whether attention runs in compiled code: on a CPU, where elements lie side by side."""
+    tensors = (q, cache.keys, cache.values)
+    return (
+        q.device.type == "cpu"
+        and bool(native_forms())
+        and all(tensor.stride(-1) == 1 or tensor.shape[-1] == 1 for tensor in tensors)
+    )
+
+
+@functools.cache
+def native_forms() -> tuple[str, ...]:
+    """The instruction sets that this processor has a compiled form of attention for, best first.
+
+    Empty if the package was built without a C compiler, on other processors, and where
+    PREFIXCACHE_CORE is `python` (see `prefixcache.core.form`): then the torch path runs.
+    """
+    if FORM == "python" or find_spec("prefixcache.attention.native.attention") is None:
+        return ()
+    from prefixcache.attention.native.attention import FORMS
+
+    return FORMS
+
+
+@functools.cache
 def _has_triton() -> bool:
     return find_spec("triton") is not None

@@ -1,6 +1,7 @@
 """Attention for many new tokens of a sequence, on top of what is cached.
 
-Where Triton runs it is `paged_attention`; the rest of this module is the torch path, for CPU.
+Where Triton runs it is `paged_attention`, on CPUs that it is compiled for `native_attention`; the
+rest of this module is the torch path.
 
 Bound by arithmetic. Queries go in steps of QUERY_STEP tokens, each against the keys that its own
 tokens see, so that memory stays bounded and little is computed that the mask throws away. Inputs
@@ -25,7 +26,7 @@ import torch.nn.functional as F
 
 from prefixcache.attention.batch import AttentionBatch
 from prefixcache.attention.checks import check_attention
-from prefixcache.attention.device import uses_triton
+from prefixcache.attention.device import uses_native, uses_triton
 from prefixcache.attention.sequence_kv import KVReader, KVTile, select_heads
 from prefixcache.attention.streaming import attend_streaming, first_seen, tile_blocks
 from prefixcache.storage.kv_cache import KVCache
@@ -52,6 +53,17 @@ def prefill(
 
         return paged_attention(q, cache, batch, options)
     check_attention(q, cache, batch, options)
+    if uses_native(q, cache):
+        from prefixcache.attention.native_attention import native_attention
+
+        return native_attention(q, cache, batch, options)
+    return prefill_in_torch(q, cache, batch, options)
+
+
+def prefill_in_torch(
+    q: torch.Tensor, cache: KVCache, batch: AttentionBatch, options: AttentionOptions
+) -> torch.Tensor:
+    """`prefill` of checked arguments without compiled code."""
     out = q.new_empty(*q.shape[:2], cache.values.shape[3])
     starts = batch.query_start.tolist()
     for sequence, seq_len in enumerate(batch.seq_lens.tolist()):

@@ -14,10 +14,11 @@ from prefixcache.attention import selection
 from prefixcache.attention import shared_streaming as shared_module
 from prefixcache.attention import streaming as streaming_module
 from prefixcache.attention.batch import PrefixSharing
-from prefixcache.attention.decode import decode
+from prefixcache.attention.decode import decode_in_torch
 from prefixcache.attention.sequence_kv import KVReader
 from prefixcache.types import AttentionOptions
 from tests.attention.paged_cases import DTYPES, PagedCase, make_case, make_latent_case
+from tests.attention.paths import NATIVE
 from tests.attention.shared_cases import Sharing, share, sharings, with_sharing
 from tests.support.tolerances import assert_close, is_close
 
@@ -30,7 +31,14 @@ EVERY_OPTION = AttentionOptions(
 
 
 def run(case: PagedCase) -> torch.Tensor:
-    return decode(case.q, case.cache, case.batch, case.options)
+    return decode_in_torch(case.q, case.cache, case.batch, case.options)
+
+
+def assert_all_close(case: PagedCase) -> None:
+    """By the torch path, and by each compiled form."""
+    exact = case.exact()
+    for attend in (decode_in_torch, *NATIVE.values()):
+        assert_close(attend(case.q, case.cache, case.batch, case.options), exact)
 
 
 @pytest.fixture
@@ -63,7 +71,7 @@ def test_any_trie_equals_float64_with_nan_in_every_unused_slot(
 ) -> None:
     contexts, queries = [c for c, _ in lengths], [n for _, n in lengths]
     case = share(make_case(contexts, queries, **dimensions), data.draw(sharings(len(lengths))))
-    assert_close(run(case), case.exact())
+    assert_all_close(case)
 
 
 @pytest.mark.parametrize("stored", [None, torch.float8_e4m3fn, torch.int8])
@@ -84,14 +92,14 @@ def test_every_option_and_way_to_store(
         fixed_scales=fixed_scales if stored else None,
     )
     case = share(case, TRIE)
-    assert_close(run(case), case.exact())
+    assert_all_close(case)
     assert shared_calls
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_latents(dtype: torch.dtype, shared_calls: list[int]) -> None:
     case = share(make_latent_case(CONTEXTS, QUERIES, dtype=dtype), TRIE)
-    assert_close(run(case), case.exact())
+    assert_all_close(case)
     assert shared_calls
 
 
@@ -99,7 +107,7 @@ def test_a_window_sees_the_end_of_a_run_only_and_so_each_sequence_reads_its_own(
     shared_calls: list[int],
 ) -> None:
     case = share(make_case(CONTEXTS, QUERIES, options=AttentionOptions(window=9)), TRIE)
-    assert_close(run(case), case.exact())
+    assert_all_close(case)
     assert not shared_calls
 
 
@@ -110,9 +118,9 @@ def test_forks_and_several_tiles_and_steps(
     monkeypatch.setattr(streaming_module, "TILE_ELEMENTS", 2 * 4 * 16 * 3)
     monkeypatch.setattr(shared_module, "MAX_SCORES", 2 * 4 * 12)
     forks = share(make_case([41] * 5, [1] * 5), [None] + [Sharing(0, 10)] * 4)
-    assert_close(run(forks), forks.exact())
+    assert_all_close(forks)
     case = share(make_case(CONTEXTS, QUERIES), TRIE)
-    assert_close(run(case), case.exact())
+    assert_all_close(case)
     assert len(shared_calls) == 2
 
 
@@ -140,7 +148,7 @@ def test_unused_slots_never_show_whatever_they_hold(poison: float) -> None:
 
 def test_very_large_scores_do_not_overflow() -> None:
     case = share(make_case(CONTEXTS, QUERIES, scale=1e4), TRIE)
-    assert_close(run(case), case.exact())
+    assert_all_close(case)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -165,7 +173,7 @@ def test_it_is_taken_where_enough_is_saved(
     saved = 2 * 2 * 64 * 16 * 4
     for least, expected in ((saved + 1, 0), (saved, 1)):
         monkeypatch.setattr(selection, "MIN_SAVED_BYTES", {"cpu": least})
-        assert_close(run(case), case.exact())
+        assert_all_close(case)
         assert len(shared_calls) == expected
     assert_close(run(with_sharing(case, PrefixSharing.NEVER)), case.exact())
     assert len(shared_calls) == 1

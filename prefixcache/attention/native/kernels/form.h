@@ -1,0 +1,35 @@
+/* One form of native attention, to be included by a file that compiles it for an instruction set and
+   defines FORM, LANES, STRIP (rows of a strip, whose sums fill the registers), load_float16 and
+   to_float16. */
+
+#include "vectors.h"
+#include "softmax.h"
+#include "few_rows.h"
+#include "many_rows.h"
+
+#define FEW_ROWS 16   /* from more on, matrix products are faster */
+#define MOST_ROWS 192 /* of a segment: enough for copying a tile not to count */
+
+static size_t scratch_bytes(const attention_call *call, int num_tokens) {
+    size_t count = (size_t)(num_tokens * call->group + STRIP - 1) / STRIP * STRIP;
+    size_t key_size = (size_t)padded(call->keys.size), value_size = (size_t)padded(call->values.size);
+    size_t few = 4 * count * (key_size + MOST_KEYS);
+    size_t many = 4 * (count * key_size + MOST_KEYS * (key_size + value_size));
+    return rows_bytes(call, (int)count) + (few > many ? few : many) + 8 * 64;
+}
+
+static void attend(const attention_call *call, const segment *work, int kv_head,
+                   const partial_outputs *parts, void *scratch) {
+    if (work->num_tokens * call->group > FEW_ROWS) {
+        many_rows(call, work, kv_head, parts, scratch);
+        return;
+    }
+#define FEW(type)                                                \
+    case type:                                                   \
+        few_rows(call, work, kv_head, parts, scratch, type);     \
+        break;
+    switch (call->stored_type) { FEW(FLOAT32) FEW(FLOAT16) FEW(BFLOAT16) FEW(INT8) FEW(FLOAT8) }
+#undef FEW
+}
+
+static const attention_form form = {FORM, LANES, MOST_ROWS, scratch_bytes, attend, join};

@@ -1,0 +1,38 @@
+/* x86-64 with AVX2, FMA and F16C: Intel since 2013, AMD since 2015. */
+
+#include "attention.h"
+
+#if defined(__x86_64__)
+
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)
+#else
+#pragma GCC target("avx2,fma,f16c")
+#endif
+
+#include <immintrin.h>
+
+#define FORM "avx2"
+#define LANES 8
+#define STRIP 6
+#include "form.h"
+
+INLINE vec load_float16(const void *halves) {
+    return (vec)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)halves));
+}
+
+INLINE half_vec to_float16(vec floats) {
+    return (half_vec)_mm256_cvtps_ph((__m256)floats, _MM_FROUND_TO_NEAREST_INT);
+}
+
+#if defined(__clang__)
+#pragma clang attribute pop
+#else
+#pragma GCC reset_options
+#endif
+
+const attention_form *attention_form_avx2(void) { return &form; }
+
+#else
+const attention_form *attention_form_avx2(void) { return NULL; }
+#endif

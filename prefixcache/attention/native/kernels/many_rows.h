@@ -1,0 +1,150 @@
+/* Many rows of one KV head: bound by arithmetic, as two matrix products a tile of keys.
+
+   A tile's K (transposed) and V are copied as float32 into panels of two vectors' width, which stay
+   in the second cache while strips of STRIP rows pass over them: a strip's products are sums in
+   registers, and its scores never leave the first cache. The blocking is Goto and van de Geijn's
+   (ACM TOMS 34, 2008), the order FlashAttention-2's (arXiv 2307.08691). */
+
+#define PANEL (2 * LANES)
+#define PANELS(size) (((size) + PANEL - 1) / PANEL)
+
+/* sums += rows . columns: `count` steps, in each STRIP numbers of rows and num_vecs vectors. */
+INLINE void multiply(vec sums[STRIP][2], const float *rows, ptrdiff_t row_step, ptrdiff_t step,
+                     const float *columns, int count, int num_vecs) {
+    for (int i = 0; i < count; i++) {
+        vec low = load_floats(columns + (ptrdiff_t)i * num_vecs * LANES);
+        vec high = low;
+        if (num_vecs == 2) high = load_floats(columns + (ptrdiff_t)i * 2 * LANES + LANES);
+#pragma GCC unroll 16
+        for (int r = 0; r < STRIP; r++) {
+            vec number = rows[r * row_step + i * step] - (vec){0};
+            sums[r][0] += number * low;
+            if (num_vecs == 2) sums[r][1] += number * high;
+        }
+    }
+}
+
+/* keys: [panels of PANEL keys][D][PANEL]. */
+INLINE void pack_keys(const key_tile *tile, int size, element_type type, float *keys) {
+    for (int j = 0; j < tile->count; j += LANES) {
+        float *panel = keys + (ptrdiff_t)(j / PANEL) * size * PANEL + j % PANEL;
+        for (int d = 0; d < size; d += LANES) {
+            vec block[LANES];
+#pragma GCC unroll 16
+            for (int i = 0; i < LANES; i++) block[i] = load_part(tile->keys[j + i], d, size, type);
+            transpose(block);
+            int count = size - d < LANES ? size - d : LANES;
+            for (int i = 0; i < count; i++) store_floats(panel + (ptrdiff_t)(d + i) * PANEL, block[i]);
+        }
+    }
+}
+
+/* values: [panels of Dv][MOST_KEYS][PANEL, or LANES in a last panel that is one vector]. */
+INLINE void pack_values(const key_tile *tile, int size, element_type type, float *values) {
+    for (int j = 0; j < tile->count; j++)
+        for (int d = 0; d < size; d += LANES) {
+            int panel = d / PANEL * PANEL;
+            int width = padded(size) - panel < PANEL ? LANES : PANEL;
+            store_floats(values + (ptrdiff_t)panel * MOST_KEYS + j * width + d % PANEL,
+                         load_part(tile->values[j], d, size, type));
+        }
+}
+
+/* queries: [strips][D][STRIP], zeros where there is no row. */
+static void pack_queries(const attention_call *call, const segment *work, int kv_head,
+                         int num_rows, float *queries) {
+    int size = call->keys.size;
+    for (int r = 0; r < (num_rows + STRIP - 1) / STRIP * STRIP; r++) {
+        float *strip = queries + (ptrdiff_t)(r / STRIP) * size * STRIP + r % STRIP;
+        const char *query = r < num_rows ? query_of(call, work, kv_head, r) : NULL;
+        for (int d = 0; d < size; d += LANES) {
+            vec v = {0};
+            if (query != NULL) v = load_query(call, query, d);
+            for (int i = 0; i < LANES && d + i < size; i++) strip[(ptrdiff_t)(d + i) * STRIP] = v[i];
+        }
+    }
+}
+
+/* The keys of a tile that any row of a strip sees, as places in the tile; its positions rise. */
+typedef struct {
+    int first, end;
+} key_range;
+
+static key_range seen_keys(const attention_call *call, const row_state *rows, int row, int num_rows,
+                           int first_key, int num_keys) {
+    int lowest = INT32_MAX, highest = 0;
+    for (int r = row; r < row + num_rows; r++) {
+        if (rows->positions[r] < lowest) lowest = rows->positions[r];
+        if (rows->positions[r] > highest) highest = rows->positions[r];
+    }
+    key_range range = {first_seen(call, lowest) - first_key, highest - first_key + 1};
+    if (range.first < 0) range.first = 0;
+    if (range.end > num_keys) range.end = num_keys;
+    return range;
+}
+
+static void attend_strip(const attention_call *call, row_state *rows, int row, const float *queries,
+                         const float *keys, const float *values, const key_tile *tile,
+                         int first_key) {
+    float scores[STRIP * MOST_KEYS] __attribute__((aligned(64)));
+    int num_rows = rows->count - row < STRIP ? rows->count - row : STRIP;
+    int key_size = call->keys.size, row_size = padded(call->values.size);
+    key_range seen = seen_keys(call, rows, row, num_rows, first_key, tile->count);
+    if (seen.first >= seen.end) return;
+    for (int panel = seen.first / PANEL; panel < PANELS(seen.end); panel++) {
+        vec sums[STRIP][2] = {{{0}}};
+        multiply(sums, queries, 1, STRIP, keys + (ptrdiff_t)panel * key_size * PANEL, key_size, 2);
+#pragma GCC unroll 16
+        for (int r = 0; r < STRIP; r++) {
+            store_floats(scores + r * MOST_KEYS + panel * PANEL, sums[r][0]);
+            store_floats(scores + r * MOST_KEYS + panel * PANEL + LANES, sums[r][1]);
+        }
+    }
+    take_scores(call, rows, row, num_rows, scores, tile, first_key);
+    for (int d = 0; d < row_size; d += PANEL) {
+        float *out = rows->values + (ptrdiff_t)row * row_size + d;
+        int num_vecs = row_size - d < PANEL ? 1 : 2;
+        const float *columns = values + (ptrdiff_t)d * MOST_KEYS + seen.first * num_vecs * LANES;
+        vec sums[STRIP][2];
+#define ADD_PANEL(num_vecs)                                                                  \
+    _Pragma("GCC unroll 16") for (int r = 0; r < STRIP; r++)                                 \
+        _Pragma("GCC unroll 2") for (int i = 0; i < num_vecs; i++)                           \
+            sums[r][i] = load_floats(out + (ptrdiff_t)r * row_size + i * LANES) * rows->fades[row + r]; \
+    multiply(sums, scores + seen.first, MOST_KEYS, 1, columns, seen.end - seen.first, num_vecs); \
+    _Pragma("GCC unroll 16") for (int r = 0; r < STRIP; r++)                                 \
+        _Pragma("GCC unroll 2") for (int i = 0; i < num_vecs; i++)                           \
+            store_floats(out + (ptrdiff_t)r * row_size + i * LANES, sums[r][i]);
+        if (num_vecs == 2) {
+            ADD_PANEL(2)
+        } else {
+            ADD_PANEL(1)
+        }
+#undef ADD_PANEL
+    }
+}
+
+static void many_rows(const attention_call *call, const segment *work, int kv_head,
+                      const partial_outputs *parts, char *scratch) {
+    int key_size = call->keys.size, value_size = call->values.size;
+    int padded_count = (work->num_tokens * call->group + STRIP - 1) / STRIP * STRIP;
+    row_state rows = start_rows(call, work, kv_head, padded_count, &scratch);
+    float *queries = (float *)take_memory(&scratch, 4 * (size_t)padded_count * (size_t)key_size);
+    float *keys = (float *)take_memory(&scratch, 4 * MOST_KEYS * (size_t)key_size);
+    float *values = (float *)take_memory(&scratch, 4 * MOST_KEYS * (size_t)padded(value_size));
+    pack_queries(call, work, kv_head, rows.count, queries);
+    for (int first = work->first_key; first < work->end_key; first += MOST_KEYS) {
+        key_tile tile;
+        find_keys(call, work, kv_head, first, MOST_KEYS, &tile);
+#define PACK(type)                                    \
+    case type:                                        \
+        pack_keys(&tile, key_size, type, keys);       \
+        pack_values(&tile, value_size, type, values); \
+        break;
+        switch (call->stored_type) { PACK(FLOAT32) PACK(FLOAT16) PACK(BFLOAT16) PACK(INT8) PACK(FLOAT8) }
+#undef PACK
+        for (int row = 0; row < rows.count; row += STRIP)
+            attend_strip(call, &rows, row, queries + (ptrdiff_t)row * key_size, keys, values, &tile,
+                         first);
+    }
+    finish_rows(call, work, kv_head, parts, &rows);
+}

@@ -1,0 +1,17 @@
+/* Threads that help with a call's pieces of work; the caller does its share.
+
+   Pieces are taken one by one by whoever is free, so that neither uneven pieces nor a busy neighbour
+   on one core hold up a call, and a helper that comes late finds nothing to do. Any thread may call,
+   several at once; helpers are shared by all of them. They sleep when idle. */
+#ifndef PREFIXCACHE_THREAD_POOL_H
+#define PREFIXCACHE_THREAD_POOL_H
+
+/* `piece` is below the call's num_pieces; `worker` is below its num_threads, and no other thread has
+   the same one meanwhile. */
+typedef void (*pool_function)(void *context, int piece, int worker);
+
+/* Run all pieces on up to `num_threads` threads, the caller's included, and return when all are
+   done. Fewer threads run if the system gives no more. */
+void pool_run(pool_function function, void *context, int num_pieces, int num_threads);
+
+#endif
