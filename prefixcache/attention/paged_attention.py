@@ -1,7 +1,8 @@
 """Launcher of the Triton kernels behind `prefill` and `decode`, which compute the same thing.
 
 Checks, chooses (see `selection`), uploads the batch in one copy and launches: the kernel of
-`paged_attention`, or over latent K/V that of `mla`, and `combine` behind it if there are splits.
+`paged_attention`, or over latent K/V that of `mla`, and `combine` behind it if there are splits;
+where reading shared blocks once pays, those of `tree_attention`.
 Between the upload and the result nothing waits for the device, and no size of a launch depends on a
 length, so `launch` can be captured in a CUDA graph.
 
@@ -23,9 +24,11 @@ from prefixcache.attention.selection import (
     architecture_of,
     as_loaded,
     choose_plan,
+    choose_shared_prefix,
     num_cores,
     padded_head_dim,
 )
+from prefixcache.attention.tree_attention import tree_attention
 from prefixcache.attention.weighing import Weighing, weigh
 from prefixcache.storage.kv_cache import KVCache
 from prefixcache.types import AttentionOptions
@@ -62,6 +65,11 @@ def paged_attention(
         stored=cache.keys.dtype,
         is_latent=cache.is_latent,
     )
+    # Over latents the arithmetic is the bound, not the reading.
+    prefix = None if cache.is_latent else choose_shared_prefix(cache, batch, options)
+    if prefix is not None:
+        tree_attention(q, cache, batch, options, prefix, shapes, out)
+        return out
     plan = choose_plan(shapes, architecture_of(q.device), num_cores(q.device))
     launch(q, cache, upload(batch, q.device), options, plan, out)
     return out

@@ -8,6 +8,8 @@ tokens see, so that memory stays bounded and little is computed that the mask th
 are float32: bfloat16 products are many times slower on CPUs without instructions for them. What
 torch's scaled_dot_product_attention does not offer (a soft cap, sinks), or only in memory that
 grows with the context (ALiBi, latents), is streamed as in `decode`: 1.15x slower where both work.
+Short chunks of sequences that share blocks are computed together: 1.3 to 1.9 times faster for 16 to
+8 new tokens of each of 8 sequences that share 2,048.
 
 Measured against plain matrix products and softmax head by head (up to 10 % faster on an idle
 machine, but up to 10x slower beside other busy processes, since every small product waits for all
@@ -27,7 +29,9 @@ import torch.nn.functional as F
 from prefixcache.attention.batch import AttentionBatch
 from prefixcache.attention.checks import check_attention
 from prefixcache.attention.device import uses_native, uses_triton
+from prefixcache.attention.selection import choose_shared_prefix
 from prefixcache.attention.sequence_kv import KVReader, KVTile, select_heads
+from prefixcache.attention.shared_streaming import attend_shared
 from prefixcache.attention.streaming import attend_streaming, first_seen, tile_blocks
 from prefixcache.storage.kv_cache import KVCache
 from prefixcache.types import AttentionOptions
@@ -65,9 +69,15 @@ def prefill_in_torch(
 ) -> torch.Tensor:
     """`prefill` of checked arguments without compiled code."""
     out = q.new_empty(*q.shape[:2], cache.values.shape[3])
+    plan = choose_shared_prefix(cache, batch, options)
+    if plan is not None:
+        max_blocks = min(tile_blocks(cache, q.shape[1]), batch.block_tables.shape[1])
+        attend_shared(q, KVReader(cache, max_blocks), batch, plan, options, out)
     starts = batch.query_start.tolist()
     for sequence, seq_len in enumerate(batch.seq_lens.tolist()):
         new = slice(starts[sequence], starts[sequence + 1])
+        if plan is not None and plan.private_starts[sequence] > 0:
+            continue
         if new.stop > new.start:
             attend_many(q[new], cache, batch.block_tables[sequence], seq_len, options, out[new])
     return out

@@ -12,7 +12,7 @@ without, took. No entry has been timed on a device yet.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from types import MappingProxyType
 
@@ -20,6 +20,7 @@ import torch
 
 from prefixcache.attention.batch import AttentionBatch, PrefixSharing
 from prefixcache.attention.shared_prefix import SharedPrefix
+from prefixcache.attention.tree_work import ItemLimits
 from prefixcache.storage.kv_cache import KVCache
 from prefixcache.types import AttentionOptions
 
@@ -48,6 +49,10 @@ class Tiles:
     num_stages: int
     """Of the compiler's pipeline, in which the block table goes ahead of K/V: with 3 the K/V of one
     step are in shared memory or on their way at a time, with 5 of two; of one more with wgmma."""
+
+    def group_part(self, group: int) -> int:
+        """Heads of a group that one program computes: all of them if they fit into its rows."""
+        return -(-group // -(-group // self.rows))
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +97,7 @@ class Plan:
 
     tiles: Tiles
     group_part: int
-    """Heads of a group that one program computes: all of them if they fit into its rows."""
+    """See `Tiles.group_part`."""
     num_splits: int
     """Runs that a sequence's keys are cut into at most; a power of two."""
     min_split: int
@@ -230,11 +235,11 @@ def plan_with(tiles: Tiles, shapes: Shapes, cores: int) -> Plan:
     Splits are for calls whose programs leave cores idle; few tokens with long contexts.
     """
     group = shapes.num_query_heads // shapes.num_kv_heads
-    group_parts = -(-group // tiles.rows)
-    group_part = -(-group // group_parts)
+    group_part = tiles.group_part(group)
+    group_parts = -(-group // group_part)
     parts = max(shapes.num_sequences, shapes.num_tokens // (tiles.rows // group_part))
     programs = parts * shapes.num_kv_heads * group_parts
-    wanted = cores * max(1, _WARPS_OF_A_CORE // tiles.num_warps)
+    wanted = _num_programs(tiles, cores)
     min_split = tiles.keys * _TILES_OF_A_SPLIT
     num_splits = 1
     while (
@@ -244,6 +249,49 @@ def plan_with(tiles: Tiles, shapes: Shapes, cores: int) -> Plan:
     ):
         num_splits *= _SPLIT_STEP
     return Plan(tiles, group_part, num_splits, min_split)
+
+
+@dataclass(frozen=True, slots=True)
+class TreePlan:
+    """The launches of `tree_attention`."""
+
+    narrow: Tiles
+    wide: Tiles
+    narrow_limits: ItemLimits
+    wide_limits: ItemLimits
+    max_narrow_queries: int
+    """Of keys that go to the narrow tiles."""
+
+
+def choose_tree_plan(shapes: Shapes, most_queries: int, architecture: str, cores: int) -> TreePlan:
+    """The tiles of the same tables for keys with few queries, and for those with `most_queries`."""
+    group = shapes.num_query_heads // shapes.num_kv_heads
+    narrow = find_rule(replace(shapes, longest_query=1), architecture).tiles
+    wide = find_rule(replace(shapes, longest_query=most_queries), architecture).tiles
+    return TreePlan(
+        narrow,
+        wide,
+        _item_limits(shapes, narrow, cores),
+        _item_limits(shapes, wide, cores),
+        narrow.rows // group,
+    )
+
+
+def _item_limits(shapes: Shapes, tiles: Tiles, cores: int) -> ItemLimits:
+    group = shapes.num_query_heads // shapes.num_kv_heads
+    group_part = tiles.group_part(group)
+    programs_of_an_item = shapes.num_kv_heads * -(-group // group_part)
+    return ItemLimits(
+        num_queries=tiles.rows // group_part,
+        key_step=tiles.keys,
+        min_keys=tiles.keys * _TILES_OF_A_SPLIT,
+        num_items=max(1, _num_programs(tiles, cores) // programs_of_an_item),
+    )
+
+
+def _num_programs(tiles: Tiles, cores: int) -> int:
+    """That a device runs at a time."""
+    return cores * max(1, _WARPS_OF_A_CORE // tiles.num_warps)
 
 
 def padded_head_dim(head_dim: int) -> int:

@@ -22,11 +22,11 @@ os.environ.pop("TRITON_INTERPRET", None)  # before triton decorates a kernel
 
 import triton
 
-from tests.aot import cases, mla_cases
+from tests.aot import cases, mla_cases, tree_cases
 from tests.aot.checks import problems
 from tests.aot.compile import Compiled, compile_kernel
 
-CASES = (*cases.CASES, *mla_cases.CASES)
+CASES = (*cases.CASES, *mla_cases.CASES, *tree_cases.CASES)
 RECORDED = Path(__file__).with_name("recorded.json")
 Registers = dict[str, dict[str, int]]
 """By case and target, of one version of triton."""

@@ -10,11 +10,13 @@ import torch
 from hypothesis import given, settings
 
 from prefixcache.attention import decode as decode_module
+from prefixcache.attention import prefill as prefill_module
 from prefixcache.attention import selection
 from prefixcache.attention import shared_streaming as shared_module
 from prefixcache.attention import streaming as streaming_module
 from prefixcache.attention.batch import PrefixSharing
 from prefixcache.attention.decode import decode_in_torch
+from prefixcache.attention.prefill import prefill_in_torch
 from prefixcache.attention.sequence_kv import KVReader
 from prefixcache.types import AttentionOptions
 from tests.attention.paged_cases import DTYPES, PagedCase, make_case, make_latent_case
@@ -37,7 +39,7 @@ def run(case: PagedCase) -> torch.Tensor:
 def assert_all_close(case: PagedCase) -> None:
     """By the torch path, and by each compiled form."""
     exact = case.exact()
-    for attend in (decode_in_torch, *NATIVE.values()):
+    for attend in (decode_in_torch, prefill_in_torch, *NATIVE.values()):
         assert_close(attend(case.q, case.cache, case.batch, case.options), exact)
 
 
@@ -177,6 +179,20 @@ def test_it_is_taken_where_enough_is_saved(
         assert len(shared_calls) == expected
     assert_close(run(with_sharing(case, PrefixSharing.NEVER)), case.exact())
     assert len(shared_calls) == 1
+
+
+def test_short_chunks_of_a_prefill_share_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    attend_shared = prefill_module.attend_shared
+    monkeypatch.setattr(
+        prefill_module, "attend_shared", lambda *a: (calls.append(1), attend_shared(*a))
+    )
+    case = share(make_case(CONTEXTS, QUERIES), TRIE)
+    flat = with_sharing(case, PrefixSharing.NEVER)
+    for each in (case, flat):
+        out = prefill_in_torch(each.q, each.cache, each.batch, each.options)
+        assert_close(out, each.exact())
+    assert len(calls) == 1
 
 
 def test_little_is_shared_only_if_it_must_be(shared_calls: list[int]) -> None:
