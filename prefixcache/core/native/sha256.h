@@ -52,6 +52,16 @@ static inline uint32_t sha256_rotr(uint32_t word, int count) {
     return word >> count | word << (32 - count);
 }
 
+/* One round, with the eight words turned by one from round to round instead of moved. */
+#define SHA256_ROUND(a, b, c, d, e, f, g, h, t)                                                \
+    do {                                                                                       \
+        h += (sha256_rotr(e, 6) ^ sha256_rotr(e, 11) ^ sha256_rotr(e, 25))                     \
+             + (((f ^ g) & e) ^ g) + sha256_k[t] + w[t];                                       \
+        d += h;                                                                                \
+        h += (sha256_rotr(a, 2) ^ sha256_rotr(a, 13) ^ sha256_rotr(a, 22))                     \
+             + ((a & b) | (c & (a | b)));                                                      \
+    } while (0)
+
 static void sha256_compress_portable(uint32_t state[8], const uint8_t *data, size_t num_chunks) {
     uint32_t w[64];
     for (; num_chunks; num_chunks--, data += 64) {
@@ -64,13 +74,15 @@ static void sha256_compress_portable(uint32_t state[8], const uint8_t *data, siz
         }
         uint32_t a = state[0], b = state[1], c = state[2], d = state[3];
         uint32_t e = state[4], f = state[5], g = state[6], h = state[7];
-        for (int t = 0; t < 64; t++) {
-            uint32_t sum1 = sha256_rotr(e, 6) ^ sha256_rotr(e, 11) ^ sha256_rotr(e, 25);
-            uint32_t sum0 = sha256_rotr(a, 2) ^ sha256_rotr(a, 13) ^ sha256_rotr(a, 22);
-            uint32_t t1 = h + sum1 + ((e & f) ^ (~e & g)) + sha256_k[t] + w[t];
-            uint32_t t2 = sum0 + ((a & b) ^ (a & c) ^ (b & c));
-            h = g, g = f, f = e, e = d + t1;
-            d = c, c = b, b = a, a = t1 + t2;
+        for (int t = 0; t < 64; t += 8) {
+            SHA256_ROUND(a, b, c, d, e, f, g, h, t);
+            SHA256_ROUND(h, a, b, c, d, e, f, g, t + 1);
+            SHA256_ROUND(g, h, a, b, c, d, e, f, t + 2);
+            SHA256_ROUND(f, g, h, a, b, c, d, e, t + 3);
+            SHA256_ROUND(e, f, g, h, a, b, c, d, t + 4);
+            SHA256_ROUND(d, e, f, g, h, a, b, c, t + 5);
+            SHA256_ROUND(c, d, e, f, g, h, a, b, t + 6);
+            SHA256_ROUND(b, c, d, e, f, g, h, a, t + 7);
         }
         state[0] += a, state[1] += b, state[2] += c, state[3] += d;
         state[4] += e, state[5] += f, state[6] += g, state[7] += h;
