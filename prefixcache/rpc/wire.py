@@ -102,6 +102,22 @@ def column64(values: npt.ArrayLike) -> bytes:
     return _from_list("Q", values) if isinstance(values, list) else _from_array("<u8", values)
 
 
+def repeated_bytes(field_number: int, data: bytes, width: int) -> bytes:
+    """The wire form of a `repeated bytes` field: the entries of `data`, `width` bytes each.
+
+    To be merged into its message, without a Python object for each entry. field_number is below 16
+    and width below 128, so that either is one byte.
+    """
+    assert field_number < 16
+    assert width < 128
+    entries = np.frombuffer(data, dtype=np.uint8).reshape(-1, width)
+    rows = np.empty((len(entries), 2 + width), dtype=np.uint8)
+    rows[:, 0] = field_number << 3 | 2
+    rows[:, 1] = width
+    rows[:, 2:] = entries
+    return rows.tobytes()
+
+
 def read_column32(data: bytes) -> npt.NDArray[np.uint32]:
     """A read-only view of a twin's column."""
     return np.frombuffer(data, dtype="<u4")

@@ -21,7 +21,7 @@ from prefixcache.errors import (
 )
 from prefixcache.rpc._pb import cache_pb2
 from prefixcache.rpc.status import status_message
-from prefixcache.rpc.wire import column32, column64, twin
+from prefixcache.rpc.wire import column32, column64, repeated_bytes, twin
 from prefixcache.server import checks
 from prefixcache.server.daemon import REPLY_HEADROOM_BYTES, Daemon
 from prefixcache.types import TokenIds
@@ -47,14 +47,18 @@ class CacheService:
         prompt = self._sequences.prepare(token_ids, extra_keys)
         with self._sequences.lock:
             found = self._sequences.lookup(prompt, request.num_lookahead_tokens, full_hit)
-        hashes = prompt.chain.hashes if request.want_hashes and prompt.chain else ()
-        return cache_pb2.LookupResponse(
+        reply = cache_pb2.LookupResponse(
             num_cached_tokens=found.num_cached_tokens,
             num_cached_blocks=found.num_cached_blocks,
             num_blocks_needed=min(found.num_blocks_needed, _MAX_UINT32),
             num_blocks_free=found.num_blocks_free,
-            block_hashes=hashes,
         )
+        if request.want_hashes and prompt.chain is not None:
+            hashes = prompt.chain.hashes
+            reply.MergeFromString(
+                repeated_bytes(reply.BLOCK_HASHES_FIELD_NUMBER, hashes.data, hashes.digest_bytes)
+            )
+        return reply
 
     def allocate(self, request: cache_pb2.AllocateRequest) -> Any:
         owner = checks.owner(request.owner)

@@ -133,3 +133,13 @@ def test_methods_name_every_rpc_with_its_messages():
         "prefixcache.v1.AttentionService",
         "prefixcache.v1.PrefixCacheService",
     ]
+
+
+@pytest.mark.parametrize("width", [1, 16, 32, 127])
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_repeated_bytes_merge_to_the_field_with_those_entries(count, width):
+    entries = [bytes([number]) * width for number in range(count)]
+    number = cache_pb2.LookupResponse.BLOCK_HASHES_FIELD_NUMBER
+    merged = cache_pb2.LookupResponse(num_cached_blocks=7)
+    merged.MergeFromString(wire.repeated_bytes(number, b"".join(entries), width))
+    assert merged == cache_pb2.LookupResponse(num_cached_blocks=7, block_hashes=entries)
