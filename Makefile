@@ -71,6 +71,7 @@ clean: ## remove caches and builds
 	rm -rf build dist *.egg-info .triton-* .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -path ./$(VENV) -prune -o -type d -name __pycache__ -exec rm -rf {} +
 	find prefixcache -path '*/native/*.so' -delete
+	rm -f $(VENV)/.stamp-dev
 	find prefixcache -path '*/native/*.c' ! -path '*/native/kernels/*' -delete
 
 distclean: clean ## remove .venv too

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 
@@ -36,6 +37,13 @@ def test_the_compiled_form_that_was_not_built_cannot_be_forced() -> None:
 def test_another_value_is_refused_with_the_ones_there_are() -> None:
     with pytest.raises(InvalidArgumentError, match=f"{FORM_ENV}.*'rust'.*native, python"):
         choose("rust", is_built=lambda: True)
+
+
+def test_what_the_tests_run_against_is_what_this_installation_can_build() -> None:
+    """Building is optional, so a compiler that fails would go unnoticed."""
+    compiler = os.environ.get("CC") or "cc"
+    best = "native" if shutil.which(compiler) else "python"
+    assert (os.environ.get(FORM_ENV) or best) == FORM, "install the package again: make venv"
 
 
 @pytest.mark.parametrize("wanted", ["", "python", FORM])
