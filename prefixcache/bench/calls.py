@@ -7,6 +7,7 @@ is left after. One object a thread.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -124,13 +125,14 @@ class Allocates:
 
 
 class Appends:
-    """One token to each of `num_rows` sequences, which live on."""
+    """One token to each of `num_rows` sequences, which live on until `ended` ends."""
 
-    def __init__(self, connection: Connection, num_rows: int) -> None:
+    def __init__(self, connection: Connection, num_rows: int, ended: ExitStack) -> None:
         self._owner, self._stub = connection.owner, connection.stub("Append")
         prompts = Prompts(SHORT_PROMPT)
         calls = [connection.allocate(prompts.next()) for _ in range(num_rows)]
         self._states = [connection.send(call) for call in calls]
+        ended.callback(connection.send, connection.free(self._states))
         self._tokens = [_ONE_TOKEN] * num_rows
 
     def make(self, count: int) -> list[Sent]:
@@ -176,8 +178,11 @@ class Sent:
         self.reply = self._stub(self.data)
 
 
-def make_kinds(connection: Connection, num_tokens: int) -> dict[str, Kind]:
-    """Each kind of call, for one thread. The long prompt is cached whole, if clients may commit."""
+def make_kinds(connection: Connection, num_tokens: int, ended: ExitStack) -> dict[str, Kind]:
+    """Each kind of call, for one thread. The long prompt is cached whole, if clients may commit.
+
+    ended: frees what they hold.
+    """
     prompt = Prompts(num_tokens).next()
     state = connection.send(connection.allocate(prompt))
     if "commit" in connection.info.capabilities:
@@ -187,8 +192,8 @@ def make_kinds(connection: Connection, num_tokens: int) -> dict[str, Kind]:
     return {
         "Lookup": Lookups(connection, prompt),
         "Allocate": Allocates(connection, prompt),
-        "Append, 1 row": Appends(connection, 1),
-        f"Append, {BATCH} rows": Appends(connection, BATCH),
+        "Append, 1 row": Appends(connection, 1, ended),
+        f"Append, {BATCH} rows": Appends(connection, BATCH, ended),
         "Free": Frees(connection),
     }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 
 import numpy as np
@@ -15,14 +16,14 @@ from prefixcache.types import TokenIds
 _ONE_TOKEN = np.array([7], dtype=np.uint32)
 
 
-def make_client_kinds(client: Client, num_tokens: int) -> dict[str, Kind]:
+def make_client_kinds(client: Client, num_tokens: int, ended: ExitStack) -> dict[str, Kind]:
     """By the names that `calls.make_kinds` uses. The long prompt is that one's."""
     prompt = Prompts(num_tokens).next()
     return {
         "Lookup": Lookups(client, prompt),
         "Allocate": Allocates(client, prompt),
-        "Append, 1 row": Appends(client, 1),
-        f"Append, {BATCH} rows": Appends(client, BATCH),
+        "Append, 1 row": Appends(client, 1, ended),
+        f"Append, {BATCH} rows": Appends(client, BATCH, ended),
         "Free": Frees(client),
     }
 
@@ -59,13 +60,14 @@ class Allocates:
 
 
 class Appends:
-    """One token to each of `num_rows` sequences, which live on."""
+    """One token to each of `num_rows` sequences, which live on until `ended` ends."""
 
-    def __init__(self, client: Client, num_rows: int) -> None:
+    def __init__(self, client: Client, num_rows: int, ended: ExitStack) -> None:
         self._client = client
         prompts = Prompts(SHORT_PROMPT)
         self._sequences = [client.sequence(prompts.next()) for _ in range(num_rows)]
         self._tokens = [_ONE_TOKEN] * num_rows
+        ended.callback(client.free, self._sequences)
 
     def make(self, count: int) -> list[Callable[[], object]]:
         return [partial(self._client.append, self._sequences, self._tokens)] * count

@@ -53,6 +53,24 @@ class CoreSettings:
         return batch + sum(2 * -(-tokens // self.block_size) for tokens in self.tokens)
 
 
+def quick_settings() -> CoreSettings:
+    """Small sizes and few rounds."""
+    few = Rounds.exactly(3)
+    return CoreSettings(
+        tokens=(2_000,),
+        blocks=(20_000,),
+        rounds=few,
+        growth=GrowthSettings(blocks=(2_000, 20_000), live=(10, 200), rounds=few),
+        memory=MemorySettings(blocks=20_000, repeats=1),
+    )
+
+
+def with_rounds(settings: CoreSettings, count: int) -> CoreSettings:
+    exactly = Rounds.exactly(count)
+    growth = replace(settings.growth, rounds=exactly)
+    return replace(settings, rounds=exactly, growth=growth)
+
+
 PeerCandidates = Callable[[CoreSettings, Laps[Key]], list[Candidate]]
 """Somebody else's block manager in the same rounds. It records the same calls, under an algorithm
 that is the peer's name and a recipe: `vllm sha256_cbor`.

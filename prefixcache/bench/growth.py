@@ -55,13 +55,13 @@ def measure_growth(
     """Rows of both sections. Their ratio is to the smallest size."""
     by_pool, by_live = Laps[Key](), Laps[Key]()
     pools = []
-    for index, blocks in enumerate(settings.blocks):
-        progress("filling pools", index / len(settings.blocks))
+    for index, blocks in enumerate(settings.blocks, start=1):
         pools.append(FullPool(blocks, settings, block_size, by_pool))
+        progress("filling pools", index / len(settings.blocks))
     crowds = []
-    for index, live in enumerate(settings.live):
-        progress("making sequences", index / len(settings.live))
+    for index, live in enumerate(settings.live, start=1):
         crowds.append(Crowd(live, block_size, by_live))
+        progress("making sequences", index / len(settings.live))
     run_rounds(
         [pool.round for pool in pools],
         settings.rounds,

@@ -32,6 +32,7 @@ from prefixcache.bench.calls import (
 from prefixcache.bench.children import daemon_process, echo_process
 from prefixcache.bench.client_calls import make_client_kinds
 from prefixcache.bench.echo import echo_stub
+from prefixcache.bench.engine_step import measure_engine_step
 from prefixcache.bench.fairness import ECHO_REPLY_BYTES, FairnessSettings, measure_fairness
 from prefixcache.bench.machine import machine_facts
 from prefixcache.bench.measure import Candidate, Laps, Progress, Rounds, run_rounds
@@ -66,6 +67,25 @@ class RpcSettings:
     rounds: Rounds = _ROUNDS
     split_rounds: Rounds = _SPLIT_ROUNDS
     fairness: FairnessSettings = field(default_factory=FairnessSettings)
+
+
+def quick_settings() -> RpcSettings:
+    """Small sizes and one round."""
+    once = Rounds.exactly(1)
+    return RpcSettings(
+        in_flight=(1, 4),
+        calls=20,
+        num_blocks=20_000,
+        rounds=once,
+        split_rounds=once,
+        fairness=FairnessSettings(lookup_tokens=16_384, prefill_tokens=512, calls=20, rounds=once),
+    )
+
+
+def with_rounds(settings: RpcSettings, count: int) -> RpcSettings:
+    exactly = Rounds.exactly(count)
+    fairness = replace(settings.fairness, rounds=exactly)
+    return replace(settings, rounds=exactly, split_rounds=exactly, fairness=fairness)
 
 
 Caller = Literal["rpc", "echo", "client"]
@@ -113,9 +133,11 @@ def _measure(settings: RpcSettings, progress: Progress) -> tuple[Row, ...]:
         progress("making sequences", 0.0)
         channel = stack.enter_context(_channel(target))
         num_threads = max(settings.in_flight)
-        by_thread = [make_kinds(Connection(channel), settings.tokens) for _ in range(num_threads)]
+        by_thread = [
+            make_kinds(Connection(channel), settings.tokens, stack) for _ in range(num_threads)
+        ]
         client = stack.enter_context(Client(target))
-        client_kinds = make_client_kinds(client, settings.tokens)
+        client_kinds = make_client_kinds(client, settings.tokens, stack)
         sizes = message_sizes(by_thread[0])
         replies = [ECHO_REPLY_BYTES, *(size.reply for size in sizes.values())]
         echo_target = stack.enter_context(echo_process(replies, NUM_WORKERS))
@@ -142,8 +164,11 @@ def _measure(settings: RpcSettings, progress: Progress) -> tuple[Row, ...]:
             on_round=partial(progress, "calls"),
         )
         fairness = measure_fairness(settings.fairness, target, echo, progress)
+        steps: tuple[Row, ...] = ()
+        if "commit" in client.server_info().capabilities:
+            steps = measure_engine_step(client, settings.tokens, settings.split_rounds, progress)
         split = measure_split(settings.tokens, echo, sizes, settings.split_rounds, progress)
-    return (*_rows(laps, sizes), *fairness, *split)
+    return (*_rows(laps, sizes), *steps, *fairness, *split)
 
 
 def _channel(target: str) -> grpc.Channel:

@@ -29,9 +29,7 @@ from prefixcache.errors import InvalidArgumentError
 from prefixcache.sizes import MAX_BLOCKS
 
 if TYPE_CHECKING:
-    from prefixcache.bench.core import CoreSettings
     from prefixcache.bench.report import Report
-    from prefixcache.bench.rpc import RpcSettings
     from prefixcache.bench.vllm_peer import Vllm
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, **TYPER_SETTINGS)
@@ -94,10 +92,12 @@ def core(
     Hashing, lookup, allocate, commit, append and free of prompts, making a pool, bytes a block,
     and whether a call costs more in larger pools or beside more sequences.
     """
-    from prefixcache.bench.core import bench_core
+    from prefixcache.bench.core import CoreSettings, bench_core, quick_settings, with_rounds
     from prefixcache.bench.vllm_peer import core_candidates
 
-    settings = _core_settings(quick, rounds)
+    settings = quick_settings() if quick else CoreSettings()
+    if rounds is not None:
+        settings = with_rounds(settings, rounds)
     if tokens is not None:
         settings = replace(settings, tokens=_numbers(tokens, "--tokens"))
     if blocks is not None:
@@ -180,9 +180,11 @@ def rpc(
     Lookup, Allocate, Append and Free with 1, 8 and 64 calls in flight; a short Lookup beside long
     calls of another client; and where the time of a call goes.
     """
-    from prefixcache.bench.rpc import bench_rpc
+    from prefixcache.bench.rpc import RpcSettings, bench_rpc, quick_settings, with_rounds
 
-    settings = replace(_rpc_settings(quick, rounds), target=target, tokens=tokens)
+    settings = replace(quick_settings() if quick else RpcSettings(), target=target, tokens=tokens)
+    if rounds is not None:
+        settings = with_rounds(settings, rounds)
     if target is not None:
         with connect(target, DEFAULT_TIMEOUT_S) as client:
             client.server_info()
@@ -239,53 +241,6 @@ def _tune(rounds: int | None) -> Report:
         settings = replace(settings, rounds=Rounds.exactly(rounds))
     with _progress() as show:
         return tune(settings, show)
-
-
-def _rpc_settings(quick: bool, rounds: int | None) -> RpcSettings:
-    from prefixcache.bench.fairness import FairnessSettings
-    from prefixcache.bench.measure import Rounds
-    from prefixcache.bench.rpc import RpcSettings
-
-    settings = RpcSettings()
-    if quick:
-        few = Rounds.exactly(1)
-        settings = RpcSettings(
-            in_flight=(1, 4),
-            calls=20,
-            num_blocks=20_000,
-            rounds=few,
-            split_rounds=few,
-            fairness=FairnessSettings(
-                lookup_tokens=16_384, prefill_tokens=512, calls=20, rounds=few
-            ),
-        )
-    if rounds is not None:
-        exactly = Rounds.exactly(rounds)
-        fairness = replace(settings.fairness, rounds=exactly)
-        settings = replace(settings, rounds=exactly, split_rounds=exactly, fairness=fairness)
-    return settings
-
-
-def _core_settings(quick: bool, rounds: int | None) -> CoreSettings:
-    from prefixcache.bench.core import CoreSettings
-    from prefixcache.bench.growth import GrowthSettings
-    from prefixcache.bench.measure import Rounds
-    from prefixcache.bench.memory import MemorySettings
-
-    settings = CoreSettings()
-    if quick:
-        settings = CoreSettings(
-            tokens=(2_000,),
-            blocks=(20_000,),
-            rounds=Rounds.exactly(3),
-            growth=GrowthSettings(blocks=(2_000, 20_000), live=(10, 200), rounds=Rounds.exactly(3)),
-            memory=MemorySettings(blocks=20_000, repeats=1),
-        )
-    if rounds is not None:
-        exactly = Rounds.exactly(rounds)
-        growth = replace(settings.growth, rounds=exactly)
-        settings = replace(settings, rounds=exactly, growth=growth)
-    return settings
 
 
 def _numbers(text: str, option: str) -> tuple[int, ...]:

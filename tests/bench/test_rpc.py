@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from prefixcache.client.channel import resolve_target
 from prefixcache.errors import UnavailableError
 from prefixcache.server.daemon import CacheOptions
 from tests.bench.run_bench import rows_named
-from tests.support.daemon import running_daemon
+from tests.support.daemon import RunningDaemon, running_daemon
 
 CALLS = ("Lookup", "Allocate", "Append, 1 row", f"Append, {BATCH} rows", "Free")
 ARGUMENTS = ("bench", "rpc", "--quick", "--tokens", "100", "--json")
@@ -56,6 +57,13 @@ def test_each_call_stands_beside_an_echo_of_its_sizes(report: dict[str, Any]) ->
             assert echo_rate["median_per_s"] > 0
         client, _ = rows_named(report, f"{call}: Python client")
         assert client["in_flight"] == 1
+
+
+def test_an_engines_step_is_measured_as_its_calls_and_as_one_step(report: dict[str, Any]) -> None:
+    (calls,), (step,) = rows_named(report, "its four calls"), rows_named(report, "one Step")
+    assert calls["count"] == step["count"]
+    ratio = step["median_s"] / calls["median_s"]
+    assert step["ratios"]["its four calls"] == pytest.approx(ratio, rel=1e-4)
 
 
 def test_the_parts_of_a_call_make_its_sum(report: dict[str, Any]) -> None:
@@ -107,15 +115,20 @@ def test_sizes_are_those_of_the_messages_on_the_wire() -> None:
         running_daemon(POOL) as running,
         grpc.insecure_channel(resolve_target(running.target)) as channel,
     ):
-        sizes = message_sizes(make_kinds(Connection(channel), 100))
-        assert tuple(sizes) == CALLS
-        assert sizes["Lookup"].request > 400  # 4 bytes a token
-        assert sizes["Allocate"].reply > 4 * 7  # 4 bytes a block id
-        one, many = sizes["Append, 1 row"], sizes[f"Append, {BATCH} rows"]
-        assert many.request > one.request + (BATCH - 1) * 20
-        with running.daemon.sequences.lock:
-            stats = running.daemon.sequences.stats()
-        assert stats.sequences == 1 + BATCH  # those that go on appending
+        with ExitStack() as ended:
+            sizes = message_sizes(make_kinds(Connection(channel), 100, ended))
+            assert num_sequences(running) == 1 + BATCH  # those that go on appending
+        assert num_sequences(running) == 0
+    assert tuple(sizes) == CALLS
+    assert sizes["Lookup"].request > 400  # 4 bytes a token
+    assert sizes["Allocate"].reply > 4 * 7  # 4 bytes a block id
+    one, many = sizes["Append, 1 row"], sizes[f"Append, {BATCH} rows"]
+    assert many.request > one.request + (BATCH - 1) * 20
+
+
+def num_sequences(running: RunningDaemon) -> int:
+    with running.daemon.sequences.lock:
+        return running.daemon.sequences.stats().sequences
 
 
 def test_a_daemon_that_cannot_start_is_an_error_and_not_a_wait() -> None:
