@@ -3,7 +3,7 @@
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .SUFFIXES:
-.PHONY: help venv venv-demo test test-slow test-gpu kernels-aot oracle demo wheel lint format proto clean distclean
+.PHONY: help venv venv-demo test test-slow gpu sanitize kernels-aot oracle demo demo-interpreted wheel lint format proto clean distclean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -20,7 +20,7 @@ PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
 		&& echo $$python && break; done)
 
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 venv: $(VENV)/.stamp-dev ## make .venv with the package and its development tools
 
@@ -33,8 +33,16 @@ test: venv lint ## lint, then the tests that take seconds; those of the core in 
 test-slow: venv ## the tests that take longer
 	$(PYTEST) -m slow
 
-test-gpu: venv ## the tests that need a CUDA device
+gpu: venv ## all checks that need a CUDA device
 	$(PYTEST) -m gpu
+	@if command -v compute-sanitizer > /dev/null; then $(MAKE) sanitize; \
+		else echo "no compute-sanitizer on PATH: memory accesses are not checked"; fi
+
+# Without torch's cache of memory, each tensor ends where its allocation does.
+sanitize: venv ## watch every memory access of the kernels on a CUDA device
+	for tool in memcheck racecheck synccheck; do \
+		PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $$tool --error-exitcode 1 \
+			$(BIN)/python -m tests.attention.sanitizer_run || exit 1; done
 
 # Another release of triton goes into a folder that python looks into first.
 TRITON_PATH := $(if $(TRITON),.triton-$(TRITON))
@@ -52,6 +60,9 @@ demo: venv-demo ## a real model on the daemon: shared prompts, hit rate, equal t
 wheel: $(BIN)/python ## build a wheel into dist/, with the native core if there is a C compiler
 	rm -rf build
 	$(PIP) wheel --quiet --no-deps --wheel-dir dist .
+
+demo-interpreted: venv-demo ## a short answer of it through the Triton kernels, without a GPU
+	$(BIN)/python examples/interpreted.py
 
 lint: venv ## ruff, mypy, buf
 	$(BIN)/ruff check .

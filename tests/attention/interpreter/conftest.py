@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 import pytest
 
-from prefixcache.attention import selection
 from tests.support.triton_interpreter import repaired
 
 
@@ -16,10 +15,3 @@ def _interpreter() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch, repaired():
         patch.setenv("TRITON_INTERPRET", "1")
         yield
-
-
-@pytest.fixture(params=["float8 by instruction", "float8 by hand"])
-def float8_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on cards that convert float8, and as on those that do not."""
-    if request.param == "float8 by hand":
-        monkeypatch.setattr(selection, "FLOAT8_ARCHITECTURES", set())

@@ -1,0 +1,75 @@
+"""The real model through the Triton kernels, in Triton's interpreter: no GPU is needed, nor fast.
+
+Starts a daemon whose attention runs the kernels in Python, on the CPU, asks it a short question,
+and compares tokens and logits with the model as transformers runs it. float32 only: the interpreter
+gets bfloat16 wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import plain
+import smollm2
+import torch
+from daemon import start_daemon
+from engine import Engine
+
+from prefixcache.client import Client
+
+QUESTION = "What is the capital of France?"
+MAX_LOGIT_DIFFERENCE = 1e-3
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--answer-tokens", type=int, default=4, help="tokens of the answer")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    smol = smollm2.load()
+    prompt = smol.question(QUESTION)
+    started = time.perf_counter()
+    answer, logits = ask(smol, prompt, arguments.answer_tokens)
+    seconds = time.perf_counter() - started
+    result = plain.compare(smol.model, prompt, answer, torch.stack(logits))
+    print(f"{QUESTION}\n{smol.text(answer)}")
+    print(
+        f"{len(prompt)} + {len(answer)} tokens through the kernels in {seconds:.0f} s; "
+        f"logits differ by {result.largest_difference:.1e} at most, "
+        f"the closest choice of a token had a margin of {result.smallest_margin:.1e}"
+    )
+    is_right = result.tokens_equal and result.largest_difference <= MAX_LOGIT_DIFFERENCE
+    print("same answer as without a cache" if is_right else "FAILED: another answer")
+    return 0 if is_right else 1
+
+
+def ask(
+    smol: smollm2.SmolLM2, prompt: list[int], answer_tokens: int
+) -> tuple[list[int], list[torch.Tensor]]:
+    """The answer, greedily, and the logits of each of its tokens."""
+    with tempfile.TemporaryDirectory(prefix="prefixcache-kernels-") as name:
+        folder = Path(name)
+        smol.model.config.to_json_file(folder / "config.json")
+        options = {"--model-config": str(folder / "config.json"), "--num-blocks": "16"}
+        # The daemon inherits it; this process has no kernels.
+        os.environ["TRITON_INTERPRET"] = "1"
+        with start_daemon(folder, options) as target, Client(target) as client:
+            engine = Engine(smol.model, client)
+            request = engine.open(prompt)
+            logits = [engine.prefill([request])[0]]
+            answer = [int(logits[0].argmax())]
+            while len(answer) < answer_tokens:
+                engine.append([request], [answer[-1:]])
+                logits.append(engine.decode([request])[0])
+                answer.append(int(logits[-1].argmax()))
+            engine.close([request])
+    return answer, logits
+
+
+if __name__ == "__main__":
+    sys.exit(main())
