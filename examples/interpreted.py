@@ -14,12 +14,12 @@ import tempfile
 import time
 from pathlib import Path
 
+import torch
+
 import plain
 import smollm2
-import torch
 from daemon import start_daemon
 from engine import Engine
-
 from prefixcache.client import Client
 
 QUESTION = "What is the capital of France?"

@@ -67,7 +67,7 @@ class Ceiling:
     reason: str
 
 
-def _under_triton(version: str, ceilings: Mapping[str, Ceiling]) -> Mapping[str, Ceiling]:
+def under_triton(version: str, ceilings: Mapping[str, Ceiling]) -> Mapping[str, Ceiling]:
     """By target; what one version alone needs."""
     return ceilings if triton.__version__ == version else {}
 
@@ -308,7 +308,7 @@ CASES = (
         4,
         options="all options",
         targets=_NVIDIA,
-        ceilings=_under_triton(
+        ceilings=under_triton(
             "3.6.0", {"sm_80": Ceiling(4, "one value, to keep to the registers of three programs")}
         ),
     ),
@@ -330,7 +330,7 @@ CASES = (
         torch.float8_e4m3fn,
         _NVIDIA,
         head_dim=256,
-        ceilings=_under_triton(
+        ceilings=under_triton(
             "3.6.0", {"sm_90": Ceiling(16, "all 255 registers; fewer rows would have no HGMMA")}
         ),
         **_PROMPTS,

@@ -12,12 +12,12 @@ from tests.attention.paged_cases import PagedCase
 DEVICE = torch.device("cuda")
 
 
-def moved(case: PagedCase) -> PagedCase:
+def on_device(case: PagedCase) -> PagedCase:
     """q and the cache on the device; the cache stays views of one pool, poison included."""
-    return replace(case, q=case.q.to(DEVICE), cache=moved_cache(case.cache))
+    return replace(case, q=case.q.to(DEVICE), cache=cache_on_device(case.cache))
 
 
-def moved_cache(cache: KVCache) -> KVCache:
+def cache_on_device(cache: KVCache) -> KVCache:
     pools: dict[int, torch.Tensor] = {}
 
     def view(tensor: torch.Tensor) -> torch.Tensor:

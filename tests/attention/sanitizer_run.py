@@ -14,7 +14,7 @@ from prefixcache.attention.copy_blocks import copy_blocks
 from prefixcache.attention.reference import write_kv as reference
 from prefixcache.attention.write_kv import write_kv
 from tests.attention.kernel_runs import run
-from tests.attention.on_device import DEVICE, moved, moved_cache
+from tests.attention.on_device import DEVICE, cache_on_device, on_device
 from tests.attention.paged_cases import OPTIONS, STORED, Stored, make_case
 from tests.support.tolerances import assert_close
 
@@ -40,13 +40,13 @@ def attend(stored: Stored, options: object) -> None:
         **stored,
     )
     for num_splits, rows in product([1, 4], [16, 64]):
-        out = run(moved(case), rows=rows, keys=32, num_splits=num_splits)
+        out = run(on_device(case), rows=rows, keys=32, num_splits=num_splits)
         assert_close(out.cpu(), case.exact())
 
 
 def write(stored: Stored) -> None:
     case = make_case([3, 0], [2, 6], head_dim=80, block_size=4, dtype=torch.bfloat16, **stored)
-    there = moved_cache(case.cache)
+    there = cache_on_device(case.cache)
     k, v = torch.randn(2, 5, 2, 80, generator=torch.Generator().manual_seed(1)).bfloat16()
     slots = np.array([0, -1, 7, 2, 5], dtype=np.int64)
     write_kv(there, k.to(DEVICE), v.to(DEVICE), slots)

@@ -1,4 +1,4 @@
-"""The compiled kernel for latents on a device: `make test-gpu`."""
+"""The compiled kernel for latents on a device: `make gpu`."""
 
 from __future__ import annotations
 
@@ -12,24 +12,13 @@ from prefixcache.attention.device_batch import DeviceBatch, upload
 from prefixcache.attention.paged_attention import launch
 from prefixcache.attention.prefill import prefill
 from prefixcache.attention.selection import LATENT_TABLES, Plan, architecture_of
-from prefixcache.storage.kv_cache import KVCache
 from prefixcache.types import AttentionOptions
-from tests.attention.paged_cases import DTYPES, OPTIONS, PagedCase, make_latent_case
+from tests.attention.on_device import DEVICE, on_device
+from tests.attention.paged_cases import DTYPES, OPTIONS, make_latent_case
 from tests.support.tolerances import assert_close
 
 pytestmark = pytest.mark.gpu
-DEVICE = torch.device("cuda")
 R, P = 512, 64
-
-
-def on_device(case: PagedCase) -> PagedCase:
-    """The cache stays a view of a pool, poison included."""
-    pool = case.cache.keys._base
-    assert pool is not None
-    keys = pool.to(DEVICE)[:, 1, 0]
-    latent_dim = case.cache.values.shape[3]
-    cache = KVCache(keys, keys[..., :latent_dim], is_latent=True)
-    return replace(case, q=case.q.to(DEVICE), cache=cache)
 
 
 @pytest.mark.parametrize("launcher", [prefill, decode])

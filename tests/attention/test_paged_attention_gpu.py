@@ -16,7 +16,7 @@ from prefixcache.attention.selection import TABLES, Plan, Rule, architecture_of
 from prefixcache.storage.kv_cache import KVCache
 from prefixcache.types import AttentionOptions
 from tests.attention.kernel_runs import run
-from tests.attention.on_device import DEVICE, moved
+from tests.attention.on_device import DEVICE, on_device
 from tests.attention.paged_cases import DTYPES, OPTIONS, STORED, PagedCase, Stored, make_case
 from tests.support.tolerances import assert_close, is_close
 
@@ -27,7 +27,7 @@ Launcher = Callable[..., torch.Tensor]
 
 
 def attended(launcher: Launcher, case: PagedCase) -> torch.Tensor:
-    there = moved(case)
+    there = on_device(case)
     return launcher(there.q, there.cache, there.batch, there.options).cpu()
 
 
@@ -81,11 +81,10 @@ def test_quantised_caches(launcher: Launcher, stored: Stored, dtype: torch.dtype
     assert_close(attended(launcher, case), case.exact())
 
 
-@both
 @pytest.mark.parametrize("num_splits", [1, 4])
 @pytest.mark.parametrize("stored", STORED, ids=str)
 def test_all_options_over_quantised_caches_with_and_without_splits(
-    launcher: Launcher, stored: Stored, num_splits: int
+    stored: Stored, num_splits: int
 ) -> None:
     case = make_case(
         CONTEXTS,
@@ -96,7 +95,7 @@ def test_all_options_over_quantised_caches_with_and_without_splits(
         options=replace(OPTIONS["all"], window=150, scale=-0.1),
         **stored,
     )
-    assert_close(run(moved(case), keys=32, num_splits=num_splits).cpu(), case.exact())
+    assert_close(run(on_device(case), keys=32, num_splits=num_splits).cpu(), case.exact())
 
 
 def limits_of(rule: Rule) -> tuple[torch.dtype, int, Stored]:
@@ -119,7 +118,7 @@ def test_every_entry_of_the_devices_table_equals_float64(name: str, num_splits: 
             options=OPTIONS.get(name),
             **stored,
         )
-        there = moved(case)
+        there = on_device(case)
         plan = Plan(rule.tiles, 2, num_splits, rule.tiles.keys)
         out = torch.full_like(there.q, torch.nan)
         batch = upload(there.batch, DEVICE)
@@ -139,7 +138,7 @@ def test_a_captured_graph_serves_other_lengths(name: str, stored: Stored) -> Non
         options=OPTIONS.get(name),
         **stored,
     )
-    there = moved(case)
+    there = on_device(case)
     wanted = upload(there.batch, DEVICE)
     # Captured while every sequence has other lengths, and blocks that are right for them.
     batch = DeviceBatch(
@@ -179,7 +178,7 @@ def test_blocks_beyond_4_gib_are_read_like_the_first_ones() -> None:
     case = make_case(
         [40], [3], head_dim=128, block_size=16, dtype=torch.bfloat16, stored=torch.float8_e4m3fn
     )
-    there = moved(case)
+    there = on_device(case)
     keys = there.cache.keys
     block_bytes = 2 * keys[0].numel()
     pool = torch.empty(

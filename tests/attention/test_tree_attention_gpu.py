@@ -1,4 +1,4 @@
-"""The compiled work-list kernels on a device: `make test-gpu`. The interpreter has more cases."""
+"""The compiled work-list kernels on a device: `make gpu`. The interpreter has more cases."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from prefixcache.attention.batch import PrefixSharing
 from prefixcache.attention.decode import decode
 from prefixcache.attention.selection import MIN_SAVED_BYTES
 from prefixcache.types import AttentionOptions
+from tests.attention.on_device import on_device
 from tests.attention.paged_cases import DTYPES, PagedCase, make_case
 from tests.attention.shared_cases import Sharing, share, with_sharing
-from tests.attention.test_paged_attention_gpu import on_device
 from tests.support.tolerances import assert_close
 
 pytestmark = pytest.mark.gpu

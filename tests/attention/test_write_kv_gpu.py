@@ -10,7 +10,7 @@ from prefixcache.attention.reference import write_kv as reference
 from prefixcache.attention.write_kv import write_kv
 from prefixcache.storage.kv_cache import KVCache, KVScales
 from tests.attention import float8_cases
-from tests.attention.on_device import DEVICE, moved_cache
+from tests.attention.on_device import DEVICE, cache_on_device
 from tests.attention.paged_cases import DTYPES
 from tests.attention.test_write_kv import (
     HKV,
@@ -46,7 +46,7 @@ def assert_same(actual: KVCache, expected: KVCache) -> None:
 
 
 def check(cache: KVCache, k: torch.Tensor, v: torch.Tensor | None, slots: np.ndarray) -> None:
-    there = moved_cache(cache)
+    there = cache_on_device(cache)
     write_kv(there, k.to(DEVICE), None if v is None else v.to(DEVICE), slots)
     reference.write_kv(cache, k, v, slots)
     assert_same(there, cache)
@@ -108,7 +108,7 @@ def test_every_rounding_of_float8_is_torchs() -> None:
     pool = torch.zeros(len(numbers), 2, 1, 1, 64, dtype=torch.uint8).view(torch.float8_e4m3fn)
     scales = torch.zeros(len(numbers), 2, 1, 1)
     cache = KVCache(pool[:, 0], pool[:, 1], KVScales(scales[:, 0], scales[:, 1], (1.0, 1.0)))
-    there = moved_cache(cache)
+    there = cache_on_device(cache)
     write_kv(there, numbers.to(DEVICE), numbers.to(DEVICE), slots)
     expected = numbers[:, 0].to(torch.float8_e4m3fn).view(torch.uint8)
     assert torch.equal(there.keys.cpu()[:, 0, 0].view(torch.uint8), expected)
