@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from prefixcache.core.hashing import HASH_ALGORITHMS
 from prefixcache.core.native.append import append_rows
 from prefixcache.core.native.commit import commit_rows
 from prefixcache.core.sequence import AppendRow, CommitRow
@@ -198,7 +199,13 @@ class Twin:
         rng = random.Random(seed)
         self.commit = commit
         self.last: tuple[Call, AppendRow | CommitRow] | None = None
-        self.manager = Manager(rng.randrange(8, 30), rng.choice((1, 2, 4)))
+        algorithm = list(HASH_ALGORITHMS.values())[seed % len(HASH_ALGORITHMS)]
+        self.manager = Manager(
+            rng.randrange(8, 30),
+            rng.choice((1, 2, 4)),
+            algorithm=algorithm,
+            verify_hits=not algorithm.is_cryptographic,
+        )
         self.append = append
         self.held: list[Held] = []
 
