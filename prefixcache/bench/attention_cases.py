@@ -19,7 +19,7 @@ from prefixcache.attention.copy_blocks import copy_blocks
 from prefixcache.attention.decode import decode
 from prefixcache.attention.prefill import prefill
 from prefixcache.attention.write_kv import write_kv
-from prefixcache.storage.layout import KVLayout, Quantization
+from prefixcache.storage.layout import KVLayout, Layout, Quantization
 from prefixcache.storage.pool_memory import PoolMemory
 from prefixcache.types import PLAIN_ATTENTION, BlockIds
 
@@ -34,6 +34,17 @@ class Heads:
     group: int = 4
     head_dim: int = 128
     block_size: int = 16
+
+    def layout(self, dtype: str, quantization: Quantization | None = None) -> KVLayout:
+        """Of one layer."""
+        return KVLayout(
+            num_layers=1,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            block_size=self.block_size,
+            dtype=dtype,
+            quantization=quantization,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,25 +74,11 @@ class Case:
 class Pool:
     """K/V of one layer in blocks, filled with random numbers. `num_blocks` in random order."""
 
-    def __init__(
-        self,
-        heads: Heads,
-        dtype: str,
-        num_blocks: int,
-        device: str,
-        quantization: Quantization | None = None,
-    ) -> None:
-        layout = KVLayout(
-            num_layers=1,
-            num_kv_heads=heads.num_kv_heads,
-            head_dim=heads.head_dim,
-            block_size=heads.block_size,
-            dtype=dtype,
-            quantization=quantization,
-        )
+    def __init__(self, layout: Layout, group: int, num_blocks: int, device: str) -> None:
         self.memory = PoolMemory(layout, num_blocks, device)
         self.cache = self.memory.layer(0)
-        self.heads, self.dtype, self.device = heads, self.memory.dtype, device
+        self.layout, self.group = layout, group
+        self.dtype, self.device = self.memory.dtype, device
         self._fill(num_blocks)
         self._free = np.random.default_rng(0).permutation(num_blocks).astype(np.int32)
 
@@ -90,7 +87,7 @@ class Pool:
             for view in (self.cache.keys, self.cache.values):
                 view.normal_()
             return
-        size = self.heads.block_size
+        size = self.layout.block_size
         for first in range(0, num_blocks, _FILLED_BLOCKS):
             end = min(first + _FILLED_BLOCKS, num_blocks)
             new = self.new_tokens((end - first) * size)
@@ -98,24 +95,25 @@ class Pool:
 
     def take(self, num_tokens: int) -> BlockIds:
         """Blocks for so many tokens, which are not taken again."""
-        count = -(-num_tokens // self.heads.block_size)
+        count = -(-num_tokens // self.layout.block_size)
         taken, self._free = self._free[:count], self._free[count:]
         assert len(taken) == count
         return taken
 
     def queries(self, num_tokens: int) -> torch.Tensor:
-        heads = self.heads
-        shape = (num_tokens, heads.num_kv_heads * heads.group, heads.head_dim)
+        layout = self.layout
+        shape = (num_tokens, layout.num_kv_heads * self.group, layout.head_dim)
         return torch.randn(shape, device=self.device).to(self.dtype)
 
     def new_tokens(self, num_tokens: int) -> torch.Tensor:
         """K or V of tokens: `[T, Hkv, D]`."""
-        shape = (num_tokens, self.heads.num_kv_heads, self.heads.head_dim)
+        shape = (num_tokens, self.layout.num_kv_heads, self.layout.head_dim)
         return torch.randn(shape, device=self.device).to(self.dtype)
 
     def kv_bytes(self, num_tokens: int) -> int:
         """Of K and V of so many tokens."""
-        return 2 * num_tokens * self.heads.num_kv_heads * self.heads.head_dim * self.dtype.itemsize
+        layout = self.layout
+        return 2 * num_tokens * layout.num_kv_heads * layout.head_dim * layout.element_bytes
 
     def gather(self, tables: torch.Tensor, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V as others take them: `[S, Hkv, n, D]`, contiguous. tables: `[S, blocks]`."""
@@ -129,7 +127,7 @@ class Pool:
 def decode_case(heads: Heads, dtype: str, num_sequences: int, context: int, device: str) -> Case:
     """One new token of each of some sequences."""
     blocks = num_sequences * -(-context // heads.block_size)
-    pool = Pool(heads, dtype, blocks, device)
+    pool = Pool(heads.layout(dtype), heads.group, blocks, device)
     tables = [pool.take(context) for _ in range(num_sequences)]
     batch = _batch(tables, context - 1, 1, heads.block_size)
     q = pool.queries(num_sequences)
@@ -162,7 +160,7 @@ def decode_case(heads: Heads, dtype: str, num_sequences: int, context: int, devi
 
 def prefill_case(heads: Heads, dtype: str, new: int, cached: int, device: str) -> Case:
     """New tokens of one sequence on top of cached ones."""
-    pool = Pool(heads, dtype, -(-(new + cached) // heads.block_size), device)
+    pool = Pool(heads.layout(dtype), heads.group, -(-(new + cached) // heads.block_size), device)
     table = pool.take(new + cached)
     batch = _batch([table], cached, new, heads.block_size)
     q = pool.queries(new)
@@ -201,7 +199,7 @@ def shared_case(
     """One new token of each of some sequences with the same blocks at their start."""
     size = heads.block_size
     num_blocks = -(-shared // size) + num_sequences * -(-private // size)
-    pool = Pool(heads, dtype, num_blocks, device)
+    pool = Pool(heads.layout(dtype), heads.group, num_blocks, device)
     start = pool.take(shared)
     tables = [np.concatenate((start, pool.take(private))) for _ in range(num_sequences)]
     tree = _batch(tables, shared + private - 1, 1, size)
@@ -230,7 +228,7 @@ def shared_case(
 def move_case(heads: Heads, dtype: str, num_tokens: int, device: str) -> Case:
     """New K/V into the blocks of so many tokens, and as many blocks copied."""
     num_blocks = -(-num_tokens // heads.block_size)
-    pool = Pool(heads, dtype, 2 * num_blocks, device)
+    pool = Pool(heads.layout(dtype), heads.group, 2 * num_blocks, device)
     k, v = pool.new_tokens(num_tokens), pool.new_tokens(num_tokens)
     batch = _batch([pool.take(num_tokens)], 0, num_tokens, heads.block_size)
     sources, destinations = batch.block_tables[0].tolist(), pool.take(num_tokens).tolist()

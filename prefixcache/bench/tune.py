@@ -18,6 +18,7 @@ from prefixcache.attention.batch import AttentionBatch, make_batch
 from prefixcache.attention.device_batch import upload
 from prefixcache.attention.paged_attention import launch
 from prefixcache.attention.selection import (
+    LATENT_TABLES,
     TABLES,
     Rule,
     Shapes,
@@ -29,13 +30,15 @@ from prefixcache.attention.selection import (
 from prefixcache.bench.attention import make_laps
 from prefixcache.bench.attention_cases import Heads, Pool
 from prefixcache.bench.machine import machine_facts
-from prefixcache.bench.measure import Laps, Progress, Rounds, run_rounds
+from prefixcache.bench.measure import Laps, OnRound, Progress, Rounds, run_rounds
 from prefixcache.bench.report import Ratio, Report, Row
-from prefixcache.storage.layout import Quantization
-from prefixcache.types import PLAIN_ATTENTION, BlockIds
+from prefixcache.storage.layout import LatentLayout, Layout, Quantization
+from prefixcache.storage.pool_memory import DTYPES
+from prefixcache.types import AttentionOptions, BlockIds
 
 _ROUNDS = Rounds(fewest=5, most=30, budget_s=10.0)
-_LARGE_HEAD_DIM = 512
+_LARGE_HEAD_DIM, _LARGE_LATENT_DIM = 512, 1024
+_LATENT_HEADS, _ROPE_DIM = 128, 64
 _DECODE_GROUP, _DRAFT_GROUP = 4, 8
 _DECODE_ROWS = 16
 
@@ -62,50 +65,51 @@ class TuneSettings:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """A call that reaches a rule: `new` tokens of each sequence, on top of `cached` ones."""
+    """A call that reaches a rule: `new` tokens of each sequence, on top of `cached` ones.
 
-    heads: Heads
-    dtype: str
-    quantization: Quantization | None
+    group: query heads of a KV head; of latents, which are one KV head, all of them.
+    """
+
+    layout: Layout
+    group: int
     sequences: int
     new: int
     cached: int
 
     @property
     def shapes(self) -> Shapes:
-        heads, stored = self.heads, "float8_e4m3fn" if self.quantization else self.dtype
-        length = -(-(self.new + self.cached) // heads.block_size) * heads.block_size
+        layout = self.layout
         return Shapes(
             num_tokens=self.sequences * self.new,
             num_sequences=self.sequences,
             longest_query=self.new,
-            max_seq_len=length,
-            num_query_heads=heads.num_kv_heads * heads.group,
-            num_kv_heads=heads.num_kv_heads,
-            head_dim=heads.head_dim,
-            dtype=getattr(torch, self.dtype),
-            stored=getattr(torch, stored),
+            max_seq_len=-(-(self.new + self.cached) // layout.block_size) * layout.block_size,
+            num_query_heads=layout.num_kv_heads * self.group,
+            num_kv_heads=layout.num_kv_heads,
+            head_dim=layout.value_dim,
+            dtype=getattr(torch, layout.dtype),
+            stored=DTYPES[layout.stored_dtype],
+            is_latent=isinstance(layout, LatentLayout),
         )
 
 
-def workload_of(rule: Rule, settings: TuneSettings) -> Workload:
+def workload_of(rule: Rule, settings: TuneSettings, *, is_latent: bool = False) -> Workload:
     """The largest call that the rule's limits allow: its head dim, its rows, its types."""
-    is_prompt = rule.max_rows is None
-    is_decode = rule.max_rows == _DECODE_ROWS
-    group = _DRAFT_GROUP if not is_prompt and not is_decode else _DECODE_GROUP
-    new = settings.new if rule.max_rows is None else max(1, rule.max_rows // group)
-    if is_decode:
-        new = 1
-    return Workload(
-        heads=Heads(
-            settings.num_kv_heads, group, rule.max_head_dim or _LARGE_HEAD_DIM, settings.block_size
-        ),
-        dtype="float32" if rule.max_element_bytes == 4 else "bfloat16",
-        quantization=Quantization("float8_e4m3") if rule.max_stored_bytes == 1 else None,
-        sequences=1 if is_prompt else settings.sequences,
-        new=new,
-        cached=settings.cached if is_prompt else settings.context - new,
-    )
+    dtype = "float32" if rule.max_element_bytes == 4 else "bfloat16"
+    if is_latent:
+        dim = rule.max_head_dim or _LARGE_LATENT_DIM
+        latent = LatentLayout(1, dim, _ROPE_DIM, settings.block_size, dtype)
+        heads = rule.max_rows or _LATENT_HEADS
+        return Workload(latent, heads, settings.sequences, 1, settings.context - 1)
+    layout = Heads(
+        settings.num_kv_heads, 1, rule.max_head_dim or _LARGE_HEAD_DIM, settings.block_size
+    ).layout(dtype, Quantization("float8_e4m3") if rule.max_stored_bytes == 1 else None)
+    if rule.max_rows is None:
+        return Workload(layout, _DECODE_GROUP, 1, settings.new, settings.cached)
+    if rule.max_rows == _DECODE_ROWS:
+        return Workload(layout, _DECODE_GROUP, settings.sequences, 1, settings.context - 1)
+    drafts = rule.max_rows // _DRAFT_GROUP
+    return Workload(layout, _DRAFT_GROUP, settings.sequences, drafts, settings.context - drafts)
 
 
 def tiles_to_try(rule: Rule, settings: TuneSettings) -> list[Tiles]:
@@ -123,13 +127,16 @@ def tune(settings: TuneSettings, progress: Progress) -> Report:
     """Time them all. The notes are the table with the fastest tiles."""
     start = time.perf_counter()
     rows: list[Row] = []
-    notes = ["The table with the fastest tiles of this card:"]
-    rules = TABLES[architecture_of(torch.device(settings.device))]
-    for index, rule in enumerate(rules):
-        step = f"rule {index + 1} of {len(rules)}"
-        of_rule = list(_tune_rule(rule, settings, partial(progress, step)))
-        rows += of_rule
-        notes.append(_line(rule, of_rule))
+    notes = ["The tables with the fastest tiles of this card:"]
+    architecture = architecture_of(torch.device(settings.device))
+    for name, tables in (("TABLES", TABLES), ("LATENT_TABLES", LATENT_TABLES)):
+        notes.append(f"{name}[{architecture!r}]")
+        for index, rule in enumerate(tables[architecture], start=1):
+            workload = workload_of(rule, settings, is_latent=tables is LATENT_TABLES)
+            on_round = partial(progress, f"{name}, rule {index}")
+            of_rule = list(_tune_rule(name, rule, workload, settings, on_round))
+            rows += of_rule
+            notes.append(_line(rule, of_rule))
     return Report(
         bench="attention --tune",
         machine=machine_facts(),
@@ -140,9 +147,11 @@ def tune(settings: TuneSettings, progress: Progress) -> Report:
     )
 
 
-def _tune_rule(rule: Rule, settings: TuneSettings, on_round: partial[None]) -> Iterator[Row]:
+def _tune_rule(
+    table: str, rule: Rule, workload: Workload, settings: TuneSettings, on_round: OnRound
+) -> Iterator[Row]:
     """Rows of all tiles that run, fastest first."""
-    call = Call(workload_of(rule, settings), settings.device)
+    call = Call(workload, settings.device)
     laps: Laps[Tiles] = make_laps(settings.device)
     fits = [tiles for tiles in tiles_to_try(rule, settings) if call.runs_with(tiles)]
     run_rounds(
@@ -155,7 +164,7 @@ def _tune_rule(rule: Rule, settings: TuneSettings, on_round: partial[None]) -> I
     for tiles in sorted(fits, key=lambda each: laps.summary(each).median):
         summary = laps.summary(tiles)
         yield Row(
-            section=f"{limits_text(rule)}; now {tiles_text(rule.tiles)}",
+            section=f"{table}: {limits_text(rule)}; now {tiles_text(rule.tiles)}",
             name=tiles_text(tiles),
             summary=summary,
             labels=asdict(tiles),
@@ -167,20 +176,21 @@ class Call:
     """A workload's tensors on the device, and launches on them."""
 
     def __init__(self, workload: Workload, device: str) -> None:
-        self._shapes = workload.shapes
+        self._shapes, layout = workload.shapes, workload.layout
         length = workload.new + workload.cached
-        blocks = workload.sequences * -(-length // workload.heads.block_size)
-        pool = Pool(workload.heads, workload.dtype, blocks, device, workload.quantization)
+        blocks = workload.sequences * -(-length // layout.block_size)
+        pool = Pool(layout, workload.group, blocks, device)
         self._cache = pool.cache
+        self._options = AttentionOptions(scale=layout.head_dim**-0.5)
         tables = [pool.take(length) for _ in range(workload.sequences)]
         self._q = pool.queries(workload.sequences * workload.new)
-        self._out = torch.empty_like(self._q)
+        self._out = self._q.new_empty(*self._q.shape[:2], layout.value_dim)
         self._cores = num_cores(self._q.device)
         self._batch = upload(_batch(workload, tables), self._q.device)
 
     def launch(self, tiles: Tiles) -> torch.Tensor:
         plan = plan_with(tiles, self._shapes, self._cores)
-        launch(self._q, self._cache, self._batch, PLAIN_ATTENTION, plan, self._out)
+        launch(self._q, self._cache, self._batch, self._options, plan, self._out)
         return self._out
 
     def time(self, laps: Laps[Tiles], tiles: Tiles) -> None:
@@ -204,7 +214,7 @@ def _batch(workload: Workload, tables: list[BlockIds]) -> AttentionBatch:
         [workload.cached] * count,
         [workload.new] * count,
         [0] * count,
-        workload.heads.block_size,
+        workload.layout.block_size,
     )
 
 

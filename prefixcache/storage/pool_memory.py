@@ -26,13 +26,14 @@ from prefixcache.storage.host_memory import available_host_bytes
 from prefixcache.storage.kv_cache import KVCache, KVScales
 from prefixcache.storage.layout import KVLayout, LatentLayout, Layout
 
-_DTYPES = {
+DTYPES = {
     "float32": torch.float32,
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
     "float8_e4m3": torch.float8_e4m3fn,
     "int8": torch.int8,
 }
+"""Element types by the names that layouts have for them."""
 
 
 class PoolMemory:
@@ -71,7 +72,7 @@ class PoolMemory:
     @property
     def dtype(self) -> torch.dtype:
         """Element type of q, k, v and out; that of the views too unless they are quantised."""
-        return _DTYPES[self.layout.dtype]
+        return DTYPES[self.layout.dtype]
 
     @property
     def fd(self) -> int | None:
@@ -116,7 +117,7 @@ class PoolMemory:
         layout = self.layout
         self._spans = memory.view(-1, layout.block_bytes)
         elements = self._spans[:, : math.prod(layout.block_shape) * layout.element_bytes]
-        blocks = elements.view(_DTYPES[layout.stored_dtype]).unflatten(1, layout.block_shape)
+        blocks = elements.view(DTYPES[layout.stored_dtype]).unflatten(1, layout.block_shape)
         if isinstance(layout, LatentLayout):
             # [N, L, B, R + P]; the one head is a dimension of length 1.
             latents = (layer[:, None] for layer in blocks.unbind(1))
