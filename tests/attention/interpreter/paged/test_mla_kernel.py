@@ -125,6 +125,14 @@ def test_a_row_without_tokens_in_a_split_weighs_nothing_however_low_the_other_sc
     assert_close(run(case, num_splits=2), case.exact())
 
 
+def test_runs_are_not_cut_below_the_least_length() -> None:
+    case = make_latent_case([60, 70], [3, 1])
+    few = run(case, num_splits=2, min_split=48)
+    assert_close(few, case.exact())
+    # 63 and 71 tokens are two runs at most, however many splits there are.
+    assert torch.equal(run(case, num_splits=8, min_split=48), few)
+
+
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), float("-inf"), 6e4])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_unused_slots_never_show_whatever_they_hold(poison: float, dtype: torch.dtype) -> None:
@@ -215,16 +223,30 @@ def test_queries_may_be_a_strided_view() -> None:
 
 def test_blocks_and_tokens_may_be_billions_of_elements_apart() -> None:
     """Products with them do not fit into 32 bits. The memory is a sparse file."""
-    case = make_latent_case([3], [3], block_size=2, dtype=torch.float16)
+    case = make_latent_case([3], [3], dtype=torch.float16)
     far = 2**30
-    memory = sparse_bytes(7 * far * 2).view(torch.float16)
-    num_blocks, width = len(case.cache.keys), case.q.shape[2]
+    memory = sparse_bytes(5 * far * 2).view(torch.float16)
+    keys, width = case.cache.keys, case.q.shape[2]
     for strides in ((far, width, 1), (width, far, 1)):
         q = memory.as_strided(case.q.shape, strides).copy_(case.q)
         assert torch.equal(run(replace(case, q=q)), run(case))
-    strides = (far, width, far // 2, 1)
-    keys = memory[1024:].as_strided((num_blocks, 1, 2, width), strides).copy_(case.cache.keys)
-    assert torch.equal(run(replace(case, cache=latent_cache(keys))), run(case))
+    for block_stride, token_stride in ((far, width), (width, far)):
+        moved = memory[1024:].as_strided(keys.shape, (block_stride, 1, token_stride, 1))
+        moved.copy_(keys)
+        assert torch.equal(run(replace(case, cache=latent_cache(moved))), run(case))
+
+
+def test_rows_of_the_block_tables_may_be_a_billion_entries_long() -> None:
+    """That of the third sequence starts beyond 2**31 entries. The memory is a sparse file."""
+    case = make_latent_case([3, 0, 9], [1, 2, 1])
+    tables = case.batch.block_tables
+    wide = sparse_bytes(3 * 2**30 * 4).view(torch.int32).view(3, 2**30)
+    wide[:, : tables.shape[1]] = torch.from_numpy(tables)
+    batch = replace(upload(case.batch, case.q.device), block_tables=wide)
+    out = torch.full((*case.q.shape[:2], 32), torch.nan)
+    plan = Plan(Tiles(16, 16, 4, 1), 4, 1, 16)
+    launch(case.q, case.cache, batch, case.options, plan, out)
+    assert_close(out, case.exact())
 
 
 @pytest.mark.parametrize("num_splits", [1, 2])
@@ -251,6 +273,8 @@ def test_options_alone_and_together(name: str, num_splits: int) -> None:
     case = make_latent_case([*CONTEXTS, 60], [*QUERIES, 1], options=OPTIONS[name])
     out = run(case, num_splits=num_splits)
     assert_close(out, case.exact())
+    # Heads in two programs: each has its own slopes and sinks.
+    assert_close(run(case, num_splits=num_splits, group_part=3), case.exact())
     plain = AttentionOptions(scale=case.options.scale)
     assert not is_close(out, replace(case, options=plain).exact())
 
