@@ -18,6 +18,7 @@ from prefixcache.attention.selection import (
     Shapes,
     architecture_of,
     choose_plan,
+    choose_tree_plan,
     num_cores,
     padded_head_dim,
 )
@@ -186,3 +187,28 @@ def test_each_device_has_a_table(
 def test_on_cpu_there_is_triton_s_interpreter() -> None:
     cpu = torch.device("cpu")
     assert (architecture_of(cpu), num_cores(cpu)) == ("interpreter", 1)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("group", [1, 4, 7, 16, 40, 200])
+def test_a_work_list_gets_tiles_and_limits_that_fit_them(
+    architecture: str, dtype: torch.dtype, group: int
+) -> None:
+    shapes = replace(DECODE, num_query_heads=8 * group, dtype=dtype, stored=dtype)
+    for most_queries in (1, 2, 64):
+        plan = choose_tree_plan(shapes, most_queries, architecture, H200_CORES)
+        launches = ((plan.narrow, plan.narrow_limits), (plan.wide, plan.wide_limits))
+        for tiles, limits in launches:
+            assert 1 <= limits.num_queries * tiles.group_part(group) <= tiles.rows
+            assert limits.min_keys % limits.key_step == 0
+            assert limits.key_step == tiles.keys
+            assert limits.num_items >= 1
+        assert plan.max_narrow_queries * group <= plan.narrow.rows
+        assert plan.wide.rows >= plan.narrow.rows
+
+
+def test_many_queries_of_one_run_take_wide_tiles() -> None:
+    plan = choose_tree_plan(DECODE, 64, "sm_90", H200_CORES)
+    assert (plan.narrow.rows, plan.wide.rows) == (16, 128)
+    assert plan.max_narrow_queries == 4

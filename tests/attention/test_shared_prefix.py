@@ -235,11 +235,12 @@ def test_unused_entries_may_be_anything() -> None:
 
 
 def test_a_run_that_saves_too_little_becomes_a_part_of_those_that_continue_it() -> None:
-    """16 tokens for four sequences save less than 32 a query; 16 + 112 for two of them do not."""
+    """16 tokens for four sequences save less than 64 a query; 16 + 112 for two of them do not."""
     long = [1, 2, 3, 4, 5, 6, 7]
     tables = [[0, *long, 20], [0, *long, 21], [0, 22], [0, 23]]
     batch = batch_of(tables, [128, 128, 16, 16], [1] * 4, block=16)
-    assert 3 * 16 < 4 * MIN_SAVED_TOKENS <= 128
+    assert 4 * MIN_SAVED_TOKENS > 3 * 16
+    assert 2 * MIN_SAVED_TOKENS <= 16 + 112
     plan = plan_shared_prefix(batch, 16)
     assert runs_of(plan, batch, 16) == {Run((0, *long), 0, frozenset({0, 1}))}
     assert plan is not None
@@ -278,19 +279,19 @@ def test_a_batch_plans_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> N
         return plan_shared_prefix(*arguments, **rest)
 
     monkeypatch.setattr(batch_module, "plan_shared_prefix", plan)
-    sharing = batch_of([[0, 1], [0, 2]], [64, 64], [1, 1], 64)
-    assert sharing.shared_prefix(64) is sharing.shared_prefix(64) is not None
-    alone = batch_of([[0, 1]], [64], [1], 64)
-    assert alone.shared_prefix(64) is alone.shared_prefix(64) is None
+    sharing = batch_of([[0, 1], [0, 2]], [128, 128], [1, 1], 128)
+    assert sharing.shared_prefix(128) is sharing.shared_prefix(128) is not None
+    alone = batch_of([[0, 1]], [128], [1], 128)
+    assert alone.shared_prefix(128) is alone.shared_prefix(128) is None
     assert len(calls) == 2
     changed = replace(sharing, block_tables=alone.block_tables.repeat(2, 0))
-    assert changed.shared_prefix(64) is not sharing.shared_prefix(64)
+    assert changed.shared_prefix(128) is not sharing.shared_prefix(128)
 
 
 def test_sharing_can_be_forced_and_ruled_out() -> None:
     little = batch_of([[0, 1], [0, 2]], [4, 4], [1, 1], 4)
     assert little.shared_prefix(4) is None
     assert replace(little, prefix_sharing=PrefixSharing.ALWAYS).shared_prefix(4) is not None
-    much = batch_of([[0, 1], [0, 2]], [64, 64], [1, 1], 64)
-    assert much.shared_prefix(64) is not None
-    assert replace(much, prefix_sharing=PrefixSharing.NEVER).shared_prefix(64) is None
+    much = batch_of([[0, 1], [0, 2]], [128, 128], [1, 1], 128)
+    assert much.shared_prefix(128) is not None
+    assert replace(much, prefix_sharing=PrefixSharing.NEVER).shared_prefix(128) is None

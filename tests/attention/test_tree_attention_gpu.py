@@ -10,7 +10,7 @@ import torch
 from prefixcache.attention import paged_attention as paged_module
 from prefixcache.attention.batch import PrefixSharing
 from prefixcache.attention.decode import decode
-from prefixcache.attention.selection import MIN_SAVED_BYTES
+from prefixcache.attention.selection import MIN_SAVED_BYTES_ON_GPU
 from prefixcache.types import AttentionOptions
 from tests.attention.on_device import on_device
 from tests.attention.paged_cases import DTYPES, PagedCase, make_case
@@ -87,7 +87,7 @@ def test_shared_blocks_are_read_once_where_enough_is_saved(
     monkeypatch.setattr(
         paged_module, "tree_attention", lambda *a: (calls.append(1), tree_attention(*a))
     )
-    tokens = MIN_SAVED_BYTES["cuda"] // 4096
+    tokens = MIN_SAVED_BYTES_ON_GPU // 4096
     case = make_case(
         [tokens + 1, tokens + 1],
         [1, 1],

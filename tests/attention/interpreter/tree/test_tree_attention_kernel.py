@@ -193,9 +193,9 @@ def test_the_launcher_takes_it_where_blocks_are_shared_and_makes_the_work_list_o
 def test_it_is_taken_by_itself_where_enough_is_saved(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     monkeypatch.setattr(paged_module, "tree_attention", lambda *_: calls.append(1))
-    case = share(make_case([65, 66], [1, 1]), [None, Sharing(0, 16)], PrefixSharing.AUTO)
-    saved = 2 * 2 * 64 * 16 * 4
+    case = share(make_case([129, 130], [1, 1]), [None, Sharing(0, 32)], PrefixSharing.AUTO)
+    saved = 2 * 2 * 128 * 16 * 4
     for least, expected in ((saved + 1, 0), (saved, 1)):
-        monkeypatch.setattr(selection, "MIN_SAVED_BYTES", {"cpu": least})
+        monkeypatch.setattr(selection, "MIN_SAVED_BYTES", least)
         decode(case.q, case.cache, case.batch, case.options)
         assert len(calls) == expected
