@@ -111,13 +111,16 @@ def drop_blocks_after(pool: Pool, sequence: Sequence, num_tokens: int) -> tuple[
     return tuple(dropped.tolist())
 
 
-def commit(pool: Pool, sequence: Sequence) -> None:
-    """Register the full blocks whose tokens have ids and complete K/V in every layer."""
+def commit(pool: Pool, sequence: Sequence, num_computed: int) -> None:
+    """Register the full blocks whose tokens have ids and complete K/V in every layer.
+
+    num_computed: what `sequence.num_computed` says.
+    """
     if not sequence.registers:
         return
     size = pool.block_size
     first = sequence.num_cached_blocks
-    end = min(sequence.num_computed, sequence.num_tokens) // size
+    end = min(num_computed, len(sequence.token_ids)) // size
     if end <= first:
         return
     block_ids, width = sequence.blocks(first, end), pool.digest_bytes
@@ -150,20 +153,17 @@ def attention_row(
     if sequence.is_copying or layer in sequence.running_layers:
         raise SequenceBusyError(sequence.sequence_id)
     computed, end = sequence.computed[layer], start + num_tokens
-    is_repeat = sequence.last_attention_start.get(layer) == start and computed == end
-    if not is_repeat:
+    first_writable = sequence.first_writable
+    is_repeat = computed == end and sequence.last_attention_start.get(layer) == start
+    if is_repeat:
+        first_writable = end
+    else:
         check_position(sequence, start, computed)
-        limit = sequence.num_tokens + sequence.num_lookahead_tokens
+        limit = len(sequence.token_ids) + sequence.num_lookahead_tokens
         if end > limit:
             raise BeyondTokensError(sequence.sequence_id, end, limit)
-    return AttentionRow(
-        sequence=sequence,
-        start_position=start,
-        num_tokens=num_tokens,
-        first_writable=end if is_repeat else sequence.first_writable,
-        block_table=sequence.blocks(0, num_blocks_of(end, block_size)),
-        is_repeat=is_repeat,
-    )
+    blocks = sequence.blocks(0, -(-end // block_size))
+    return AttentionRow(sequence, start, num_tokens, first_writable, blocks, is_repeat)
 
 
 def stop_registering(sequence: Sequence) -> None:

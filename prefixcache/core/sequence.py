@@ -56,8 +56,7 @@ class CommitRow(NamedTuple):
     num_computed_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionRow:
+class AttentionRow(NamedTuple):
     """One sequence's part of a running attention call, a copy that stays valid while it runs.
 
     Tokens `[start_position, start_position + num_tokens)` attend; K/V of those at or after
@@ -146,7 +145,7 @@ class Sequence:
 
     def tokens(self, start: int, end: int) -> TokenIds:
         """A copy of the token ids of `[start, end)`."""
-        return np.array(self.token_ids[start:end], dtype=np.uint32)
+        return np.frombuffer(self.token_ids[start:end], dtype=np.uint32)
 
     def has_tokens(self, start: int, token_ids: TokenIds) -> bool:
         """True if these token ids stand at `start`."""
@@ -154,7 +153,7 @@ class Sequence:
 
     def blocks(self, start: int = 0, end: int | None = None) -> BlockIds:
         """A copy of a part of the block table."""
-        return np.array(self.block_table[start:end], dtype=np.int32)
+        return np.frombuffer(self.block_table[start:end], dtype=np.int32)
 
     def child(
         self, sequence_id: SequenceId, serial: int, request_id: str, now_s: float

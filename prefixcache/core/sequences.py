@@ -223,7 +223,7 @@ class Sequences:
             return AppendResult(_RESULT_CODES[type(error)])
         self._applied(sequence, call, reply)
         if row.num_kv_valid:
-            growth.commit(self.pool, sequence)
+            growth.commit(self.pool, sequence, sequence.num_computed)
         return reply
 
     def begin_copies(self, owner: bytes, sequence_ids: Iterable[int]) -> CopyTicket:
@@ -382,11 +382,10 @@ class Sequences:
             )
         )
         for row in rows:
-            growth.release_copy_holds(self.pool, row.sequence)
-            row.sequence.last_call = None
-            row.sequence.last_reply = None
-            row.sequence.commit_before = None
-            row.sequence.running_layers.add(layer)
+            sequence = row.sequence
+            growth.release_copy_holds(self.pool, sequence)
+            sequence.last_call = sequence.last_reply = sequence.commit_before = None
+            sequence.running_layers.add(layer)
         return AttentionTicket(owner, layer, rows)
 
     def end_attention(self, ticket: AttentionTicket, *, written: bool) -> None:
@@ -483,10 +482,11 @@ class Sequences:
         sequence.last_attention_start.clear()
 
     def _advance(self, sequence: Sequence, layer: int, position: int) -> None:
-        before = sequence.num_computed
-        sequence.computed[layer] = position
-        prompt_end = sequence.num_prompt_tokens
-        self.counters.prefill_tokens_computed += max(
-            0, min(sequence.num_computed, prompt_end) - min(before, prompt_end)
-        )
-        growth.commit(self.pool, sequence)
+        computed, prompt_end = sequence.computed, sequence.num_prompt_tokens
+        before, computed[layer] = computed[layer], position
+        num_computed = min(computed)
+        if before < prompt_end:
+            # The least of all layers was that of this one, or is what it is now.
+            before = min(before, num_computed)
+            self.counters.prefill_tokens_computed += min(num_computed, prompt_end) - before
+        growth.commit(self.pool, sequence, num_computed)
