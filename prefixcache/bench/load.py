@@ -51,7 +51,8 @@ def prefills(client: Client, num_tokens: int) -> Callable[[], object]:
 def obey(call: Callable[[], object]) -> None:
     """Until standard input ends."""
     while os.read(_STDIN, 1) == b"g":
-        count = 0
+        call()
+        count = 1
         while not select.select([_STDIN], [], [], 0)[0]:
             call()
             count += 1

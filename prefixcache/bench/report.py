@@ -57,19 +57,21 @@ class Row:
     target: Target | None = None
 
     @property
-    def target_met(self) -> bool | None:
-        """None without a target, or without what it is a ratio of."""
+    def targeted_value(self) -> float | None:
+        """What its target is about; None without a target, or without what it is a ratio of."""
         if self.target is None:
             return None
-        value = self._targeted_value(self.target)
-        if value is None:
+        if self.target.of is None:
+            return self.summary.median
+        return next((ratio.value for ratio in self.ratios if ratio.of == self.target.of), None)
+
+    @property
+    def target_met(self) -> bool | None:
+        """None if it cannot be told."""
+        value = self.targeted_value
+        if self.target is None or value is None:
             return None
         return value <= self.target.limit if self.target.at_most else value >= self.target.limit
-
-    def _targeted_value(self, target: Target) -> float | None:
-        if target.of is None:
-            return self.summary.median
-        return next((ratio.value for ratio in self.ratios if ratio.of == target.of), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,19 +132,44 @@ def print_report(report: Report) -> None:
     for section, rows in groupby(report.rows, key=lambda row: row.section):
         console.print()
         console.print(_table(section, list(rows)))
+    targeted = [row for row in report.rows if row.target is not None]
+    if targeted:
+        console.print()
+        console.print(_targets_table(targeted))
     console.print()
     for note in report.notes:
         console.print(note)
     console.print(f"{report.seconds:.0f} s in all")
 
 
+def _targets_table(rows: list[Row]) -> Table:
+    """What has a target, once more and together."""
+    table = _empty_table("Targets")
+    for name in ("", "of", "measured", "target"):
+        table.add_column(name)
+    for row in rows:
+        assert row.target is not None
+        value = row.targeted_value
+        unit = row.unit if row.target.of is None else "ratio"
+        shown = "not measured" if value is None else show_value(value, unit)
+        labels = ", ".join(
+            f"{name.replace('_', ' ')} {show_label(label)}" for name, label in row.labels.items()
+        )
+        table.add_row(f"{row.section}: {row.name}", labels, shown, _target_text(row))
+    return table
+
+
+def _empty_table(title: str) -> Table:
+    return Table(
+        title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False
+    )
+
+
 def _table(section: str, rows: list[Row]) -> Table:
     labels = list(dict.fromkeys(label for row in rows for label in row.labels))
     has_ratios = any(row.ratios for row in rows)
     has_targets = any(row.target for row in rows)
-    table = Table(
-        title=section, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False
-    )
+    table = _empty_table(section)
     table.add_column("")
     for name in labels:
         table.add_column(name.replace("_", " "), justify="right")

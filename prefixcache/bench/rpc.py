@@ -145,20 +145,9 @@ def _measure(settings: RpcSettings, progress: Progress) -> tuple[Row, ...]:
         bursts = Bursts(
             stack.enter_context(ThreadPoolExecutor(num_threads, "client")), settings.calls, laps
         )
-        candidates: list[Candidate] = []
-        for in_flight, name in product(settings.in_flight, sizes):
-            callers: dict[Caller, list[Kind]] = {
-                "rpc": [kinds[name] for kinds in by_thread[:in_flight]],
-                "echo": [Echoes(echo, sizes[name])] * in_flight,
-            }
-            if in_flight == 1:
-                callers["client"] = [client_kinds[name]]
-            candidates += [
-                partial(bursts.run, Key(name, caller, in_flight), kinds)
-                for caller, kinds in callers.items()
-            ]
+        callers: dict[Caller, list[dict[str, Kind]]] = {"rpc": by_thread, "client": [client_kinds]}
         run_rounds(
-            candidates,
+            list(_candidates(settings, bursts, callers, echo, sizes)),
             settings.rounds,
             warmed_up=laps.clear,
             on_round=partial(progress, "calls"),
@@ -169,6 +158,26 @@ def _measure(settings: RpcSettings, progress: Progress) -> tuple[Row, ...]:
             steps = measure_engine_step(client, settings.tokens, settings.split_rounds, progress)
         split = measure_split(settings.tokens, echo, sizes, settings.split_rounds, progress)
     return (*_rows(laps, sizes), *steps, *fairness, *split)
+
+
+def _candidates(
+    settings: RpcSettings,
+    bursts: Bursts,
+    callers: dict[Caller, list[dict[str, Kind]]],
+    echo: grpc.Channel,
+    sizes: dict[str, Sizes],
+) -> Iterator[Candidate]:
+    """Each call by each caller, who has the kinds of as many threads as ever call, beside its echo.
+
+    A caller with fewer threads than calls that are to be in flight is left out.
+    """
+    for in_flight, name in product(settings.in_flight, sizes):
+        for caller, kinds_by_thread in callers.items():
+            kinds = [kinds[name] for kinds in kinds_by_thread[:in_flight]]
+            if len(kinds) == in_flight:
+                yield partial(bursts.run, Key(name, caller, in_flight), kinds)
+        echoes = [Echoes(echo, sizes[name])] * in_flight
+        yield partial(bursts.run, Key(name, "echo", in_flight), echoes)
 
 
 def _channel(target: str) -> grpc.Channel:

@@ -82,12 +82,16 @@ def test_tables_without_a_terminal_are_plain_unbroken_lines(
     lines = text.splitlines()
     (lookup,) = [line for line in lines if line.startswith("lookup")]
     assert lookup.split() == ["lookup", "2,000", "2", "ms", "1", "ms", "6", "ms", "5.92", "ms", "3"]
-    (append,) = [line for line in lines if line.startswith("append")]
+    append, *_ = [line for line in lines if line.startswith("append")]
     assert "1.5x echo" in append
     assert "<= 1.25x echo: missed" in append
     assert any("<= 50 us: met" in line for line in lines)
     assert any("<= 1/20 vllm" in line and "m" not in line.split("vllm")[1] for line in lines)
     assert "a note" in lines
+    (hashing,) = [line for line in lines if line.startswith("Calls: hash")]
+    assert "not measured" in hashing
+    (free,) = [line for line in lines if line.startswith("Calls: free")]
+    assert free.split()[2:4] == ["40", "us"]
 
 
 @pytest.mark.parametrize(
