@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -55,12 +55,12 @@ class Turn:
 class Conversation:
     """Calls of a client on an engine of its own; `outputs` are those of all calls so far."""
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: Layout, num_query_heads: int = 6) -> None:
         wants_scales = layout.quantization is not None and layout.quantization.scales == "tensor"
         scales = SCALES if wants_scales else None
-        cache = CacheOptions(num_blocks=32, block_size=BLOCK_SIZE)
+        cache = CacheOptions(num_blocks=32, block_size=layout.block_size)
         self.daemon = Daemon(cache, ModelOptions(layout=layout, scales=scales))
-        self.model = ToyModel(layout, num_query_heads=6, scales=scales)
+        self.model = ToyModel(layout, num_query_heads, scales=scales)
         self.outputs: list[torch.Tensor] = []
 
     def begin(self, tokens: Sequence[int]) -> Turn:
@@ -84,7 +84,7 @@ class Conversation:
         """Tokens [start, end) of each sequence through all layers, checked against float64."""
         columns = [[t.sequence_id for t, _, _ in pieces], [s for _, s, _ in pieces]]
         columns.append([end - start for _, start, end in pieces])
-        for layer in range(NUM_LAYERS):
+        for layer in range(self.model.layout.num_layers):
             q, k, v, exact = (
                 [of(layer, turn.tokens[:end], start) for turn, start, end in pieces]
                 for of in (self.model.q, self.model.k, self.model.v, self.model.exact)
@@ -124,22 +124,44 @@ def two_prompts_that_share_a_prefix(layout: Layout) -> list[torch.Tensor]:
     return talk.outputs
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_a_conversation_through_the_kernels_equals_the_cpu_path(
-    layout: Layout, monkeypatch: pytest.MonkeyPatch
+def a_question_to_the_demos_model(layout: Layout) -> list[torch.Tensor]:
+    talk = Conversation(layout, num_query_heads=9)
+    turn = talk.begin(list(range(37)))
+    talk.attend("prefill", [(turn, 0, 37)])
+    for token in (5, 3):
+        talk.append(turn, [token])
+        talk.attend("decode", [(turn, len(turn.tokens) - 1, len(turn.tokens))])
+    return talk.outputs
+
+
+def assert_both_paths_agree(
+    talk: Callable[[Layout], list[torch.Tensor]], layout: Layout, num_calls: int
 ) -> None:
-    launches = []
-    launch = launcher.launch
-    monkeypatch.setattr(launcher, "launch", lambda *a: (launches.append(1), launch(*a)))
-    through_triton = two_prompts_that_share_a_prefix(layout)
-    assert len(launches) == len(through_triton) == 5 * NUM_LAYERS
-    monkeypatch.delenv("TRITON_INTERPRET")
-    through_torch = two_prompts_that_share_a_prefix(layout)
-    assert len(launches) == len(through_triton)
-    for one, other in zip(through_triton, through_torch, strict=True):
+    """The same calls through the kernels, and then through the path for CPU."""
+    with pytest.MonkeyPatch.context() as patch:
+        launches = []
+        launch = launcher.launch
+        patch.setattr(launcher, "launch", lambda *a: (launches.append(1), launch(*a)))
+        through_triton = talk(layout)
+        assert len(launches) == len(through_triton) == num_calls * layout.num_layers
+        patch.delenv("TRITON_INTERPRET")
+        through_cpu = talk(layout)
+        assert len(launches) == len(through_triton)
+    for one, other in zip(through_triton, through_cpu, strict=True):
         torch.testing.assert_close(
             one, other, rtol=2 * RELATIVE[one.dtype], atol=2 * ABSOLUTE[one.dtype]
         )
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_a_conversation_through_the_kernels_equals_the_cpu_path(layout: Layout) -> None:
+    assert_both_paths_agree(two_prompts_that_share_a_prefix, layout, num_calls=5)
+
+
+def test_the_heads_of_the_demos_model_through_the_kernels_equal_the_cpu_path() -> None:
+    """SmolLM2-135M: 9 query heads over 3 KV heads of 64 elements, float32, blocks of 16."""
+    layout = KVLayout(3, 3, 64, 16, "float32")
+    assert_both_paths_agree(a_question_to_the_demos_model, layout, num_calls=3)
 
 
 @pytest.mark.parametrize("launch", [prefill, decode])

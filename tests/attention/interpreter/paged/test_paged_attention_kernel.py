@@ -17,8 +17,9 @@ from prefixcache.attention import prefill as prefill_module
 from prefixcache.attention.device_batch import upload
 from prefixcache.attention.paged_attention import launch, paged_attention
 from prefixcache.attention.selection import Plan, Tiles
+from prefixcache.types import AttentionOptions
 from tests.attention.kernel_runs import run
-from tests.attention.paged_cases import DTYPES, make_case
+from tests.attention.paged_cases import DTYPES, STORED, Stored, make_case
 from tests.attention.test_large_pools import sparse_bytes
 from tests.support.tolerances import assert_close, is_close
 
@@ -151,12 +152,17 @@ def addresses(tensor: torch.Tensor) -> set[int]:
     return set((index * tensor.element_size() + tensor.data_ptr()).flatten().tolist())
 
 
+@pytest.mark.parametrize("stored", [Stored(), STORED[0]], ids=str)
+@pytest.mark.parametrize("window", [None, 6])
 @pytest.mark.parametrize("num_splits", [1, 2])
 def test_what_is_used_is_read_and_nothing_else_and_outputs_are_written_once(
-    num_splits: int, monkeypatch: pytest.MonkeyPatch
+    num_splits: int, window: int | None, stored: Stored, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each address of each load and store, of the pool, the tables and the rest."""
-    case = make_case(CONTEXTS, QUERIES, head_dim=20, block_size=3, group=3)
+    options = AttentionOptions(window=window)
+    case = make_case(
+        CONTEXTS, QUERIES, head_dim=20, block_size=3, group=3, options=options, **stored
+    )
     read, written = set[int](), list[int]()
     builder = interpreter.InterpreterBuilder
     load, store = builder.create_masked_load, builder.create_masked_store
@@ -184,11 +190,15 @@ def test_what_is_used_is_read_and_nothing_else_and_outputs_are_written_once(
         if case.batch.query_start[row] == case.batch.query_start[row + 1]:
             continue
         allowed |= addresses(batch.seq_lens[row])
-        allowed |= addresses(batch.block_tables[row, : -(-num_tokens // 3)])
-        for position in range(num_tokens):
+        first_seen = 0 if window is None else max(0, case.batch.context_lens[row] - window + 1)
+        for position in range(first_seen, num_tokens):
             block, offset = case.tables[row][position // 3], position % 3
+            allowed |= addresses(batch.block_tables[row, position // 3])
             allowed |= addresses(case.cache.keys[block, :, offset])
             allowed |= addresses(case.cache.values[block, :, offset])
+            if case.cache.scales is not None:
+                allowed |= addresses(case.cache.scales.keys[block, :, offset])
+                allowed |= addresses(case.cache.scales.values[block, :, offset])
     assert read - outputs == allowed  # the parts of a split are written and read again
     assert not outputs & allowed
 
