@@ -325,7 +325,10 @@ class CacheSection(Section):
         "xxhash_cbor and xxh3.",
     )
     owner_ttl: float = _setting(
-        600.0, "Free sequences of clients that made no call for so long.", unit="seconds", gt=0
+        600.0,
+        "Free sequences of clients without a session that made no call for so long.",
+        unit="seconds",
+        gt=0,
     )
     max_fork_children: int = _setting(
         256, "Most children of one Fork.", unit="sequences", ge=1, le=65535
@@ -336,6 +339,27 @@ class CacheSection(Section):
         if self.hash_seed is not None and not self.hash_seed.get_secret_value():
             raise InvalidArgumentError("--hash-seed", "is empty; leave it out for a random start")
         return self
+
+
+class SessionSection(Section):
+    title: ClassVar[str] = "Sessions"
+
+    max_sessions: int = _setting(
+        256, "Most sessions at the same time; one more is refused.", unit="sessions", ge=1, le=16384
+    )
+    max_session_ttl: float = _setting(
+        3600.0, "Longest TTL that a session may ask for.", unit="seconds", ge=1, le=_MAX_SECONDS
+    )
+    max_sequences_per_session: int = _setting(
+        16384, "Most sequences of one session.", unit="sequences", ge=1, le=2**31 - 1
+    )
+    reconnect_grace: float = _setting(
+        0.5,
+        "A session whose connection broke is ended after so long, unless its client is back.",
+        unit="seconds",
+        ge=0,
+        le=_MAX_SECONDS,
+    )
 
 
 class ProcessSection(Section):
@@ -367,6 +391,7 @@ class ServeConfig:
     pool: PoolSection
     model: ModelSection
     cache: CacheSection
+    sessions: SessionSection
     process: ProcessSection
 
     def __post_init__(self) -> None:

@@ -4,7 +4,9 @@ PrefixCacheError
 ├── InvalidArgumentError            a field has a bad value; `field` names it
 │   └── ExceedsPoolError            more blocks than the whole pool has: never retry
 ├── NotFoundError
-│   └── SequenceNotFoundError       unknown, freed, expired, or another owner's
+│   ├── SequenceNotFoundError       unknown, freed, expired, or another owner's
+│   ├── SessionNotFoundError        closed, expired, or from before a restart
+│   └── SessionLostError            a client's: the session of these sequences is gone, and they are
 ├── AlreadyExistsError
 │   └── RequestIdConflictError      request_id was used for other content
 ├── FailedPreconditionError
@@ -17,7 +19,9 @@ PrefixCacheError
 │   └── StorageOwnedError           Commit on a daemon that computes K/V itself
 ├── ResourceExhaustedError
 │   ├── NoRoomError                 too few free blocks now; retry after some are freed
-│   └── TooManyStreamsError         the daemon serves no more Step streams
+│   ├── TooManyStreamsError         the daemon serves no more streams of this kind
+│   ├── TooManySessionsError        the daemon has as many sessions as it takes
+│   └── TooManySequencesError       the session has as many sequences as one may have
 ├── AbortedError
 │   └── SequenceBusyError           a call is running on the sequence
 ├── UnavailableError                the daemon cannot be reached
@@ -57,7 +61,11 @@ __all__ = [
     "ResourceExhaustedError",
     "SequenceBusyError",
     "SequenceNotFoundError",
+    "SessionLostError",
+    "SessionNotFoundError",
     "StorageOwnedError",
+    "TooManySequencesError",
+    "TooManySessionsError",
     "TooManyStreamsError",
     "UnavailableError",
     "WrongPositionError",
@@ -122,6 +130,28 @@ class SequenceNotFoundError(NotFoundError):
             "never allocated, or from before a restart",
             {"sequence_id": sequence_id},
         )
+
+
+class SessionNotFoundError(NotFoundError):
+    """session: start of the SHA-256 of its id, as ListSessions shows it."""
+
+    reason = "SESSION_NOT_FOUND"
+
+    def __init__(self, session: str) -> None:
+        super().__init__(
+            f"session {session} is not known: closed, expired, its connection broke, or from "
+            "before a restart",
+            {"session": session},
+        )
+
+
+class SessionLostError(NotFoundError):
+    """Raised by clients: no call on a sequence of that session can succeed any more."""
+
+    reason = "SESSION_LOST"
+
+    def __init__(self, cause: str) -> None:
+        super().__init__(f"the session is lost, and its sequences are: {cause}", {"cause": cause})
 
 
 class AlreadyExistsError(PrefixCacheError):
@@ -230,6 +260,22 @@ class TooManyStreamsError(ResourceExhaustedError):
 
     def __init__(self, limit: int) -> None:
         super().__init__(f"{limit} streams are open, and no more are served", {"limit": limit})
+
+
+class TooManySessionsError(ResourceExhaustedError):
+    reason = "TOO_MANY_SESSIONS"
+
+    def __init__(self, limit: int) -> None:
+        super().__init__(f"{limit} sessions are open, and no more are taken", {"limit": limit})
+
+
+class TooManySequencesError(ResourceExhaustedError):
+    reason = "TOO_MANY_SEQUENCES"
+
+    def __init__(self, limit: int) -> None:
+        super().__init__(
+            f"a session has at most {limit} sequences; free some of them", {"limit": limit}
+        )
 
 
 class AbortedError(PrefixCacheError):

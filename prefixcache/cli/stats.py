@@ -121,6 +121,7 @@ def make_rows(snapshot: PoolStats, rates: Rates | None = None) -> Rows:
         ("  evictable", f"{s.evictable:,}"),
         ("  blank", f"{s.blank:,}"),
         ("sequences", f"{s.sequences:,} of {s.owners:,} owners"),
+        ("sessions", f"{s.sessions:,}"),
         ("requests", f"{s.requests:,}, and {s.resumed_requests:,} resumed"),
         (
             "prefill tokens",
@@ -128,7 +129,7 @@ def make_rows(snapshot: PoolStats, rates: Rates | None = None) -> Rows:
         ),
         ("evictions", f"{s.evictions:,}"),
         ("refused", f"{s.allocation_refused:,} allocations, {s.append_refused:,} appends"),
-        ("expired", f"{s.expired_sequences:,} sequences"),
+        ("expired", f"{s.expired_sequences:,} sequences, {s.expired_sessions:,} sessions"),
         ("resets", f"{s.resets:,}"),
     ]
     if rates is not None:

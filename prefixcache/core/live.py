@@ -1,8 +1,9 @@
 """Who lives: the table of sequences, which owner may name which, and when they end.
 
-Owns the ids, the owner table and the sequences that have ended while a call was still running on
-them. Changes no tokens and no blocks but for giving back those of a sequence that has ended.
-Guarded by the core's lock; the clock is injected.
+An owner is a session, which `Sessions` lets live and end, or 16 bytes that a client made up, which
+lives as long as it makes calls. Owns the ids, the owner table and the sequences that have ended
+while a call was still running on them. Changes no tokens and no blocks but for giving back those of
+a sequence that has ended. Guarded by the core's lock; the clock is injected.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from itertools import chain
 from prefixcache.core import growth
 from prefixcache.core.pool import PLAIN, Pool
 from prefixcache.core.sequence import Sequence
-from prefixcache.errors import SequenceBusyError, SequenceNotFoundError
+from prefixcache.core.sessions import Session, SessionLimits, Sessions, is_session_id
+from prefixcache.errors import SequenceBusyError, SequenceNotFoundError, TooManySequencesError
 from prefixcache.types import SequenceId
 
 
@@ -26,10 +28,25 @@ class SequenceInfo:
     serial: int
     sequence_id: SequenceId
     owner: bytes
+    client_name: str
     num_tokens: int
     num_computed_tokens: int
     num_cached_tokens: int
     num_blocks: int
+    age_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class SessionInfo:
+    """What an operator sees of a session."""
+
+    serial: int
+    digest: str
+    client_name: str
+    ttl_s: float
+    left_s: float
+    is_connected: bool
+    num_sequences: int
     age_s: float
 
 
@@ -41,18 +58,27 @@ class _Owner:
 
 
 class LiveSequences:
-    """Sequences by id, and by owner. An owner exists as long as it has sequences.
+    """Sequences by id, and by owner. An owner is in its table as long as it has sequences.
 
-    Owners stand in the order of their last calls, so expiry looks only at the oldest.
+    Owners that are no sessions stand in the order of their last calls, so expiry looks only at the
+    oldest.
     """
 
-    def __init__(self, pool: Pool, owner_ttl_s: float, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        pool: Pool,
+        owner_ttl_s: float,
+        clock: Callable[[], float],
+        session_limits: SessionLimits,
+    ) -> None:
+        self.sessions = Sessions(session_limits, clock)
         self._pool = pool
         self._owner_ttl_s = owner_ttl_s
         self._clock = clock
         self.by_id: dict[int, Sequence] = {}
         self._dying: dict[int, Sequence] = {}
         self._owners: dict[bytes, _Owner] = {}
+        self._session_owners: dict[bytes, _Owner] = {}
         self._last_serial = 0
 
     def __len__(self) -> int:
@@ -60,20 +86,41 @@ class LiveSequences:
 
     @property
     def num_owners(self) -> int:
-        return len(self._owners)
+        return len(self._owners) + len(self._session_owners)
 
     def all_holders(self) -> Iterator[Sequence]:
         """Everything that holds blocks: live sequences, and ended ones with a running call."""
         return chain(self.by_id.values(), self._dying.values())
 
     def touch(self, owner: bytes) -> Mapping[str, Sequence]:
-        """Renew an owner's time; its sequences by request id, in a view that stays current."""
+        """Renew an owner's time; its sequences by request id, in a view that stays current.
+
+        Every call on sequences comes by here first. Raises SessionNotFoundError for a session that
+        has ended; an owner that is no session need not be known.
+        """
+        if is_session_id(owner):
+            self.sessions.renew(owner)
+            record = self._session_owners.get(owner)
+            return record.requests if record is not None else {}
         record = self._owners.pop(owner, None)
         if record is None:
             return {}
         record.last_call_s = self._clock()
         self._owners[owner] = record
         return record.requests
+
+    def call_ended(self, owner: bytes) -> None:
+        """`touch`, for an owner that may have ended while its call was running."""
+        if not is_session_id(owner) or owner in self.sessions:
+            self.touch(owner)
+
+    def check_can_add(self, owner: bytes, count: int) -> None:
+        """Raises TooManySequencesError if a session would have more sequences than it may."""
+        limit = self.sessions.limits.max_sequences
+        record = self._session_owners.get(owner)
+        held = len(record.sequences) if record is not None else 0
+        if is_session_id(owner) and held + count > limit:
+            raise TooManySequencesError(limit)
 
     def get(self, owner: bytes, sequence_id: int) -> Sequence | None:
         """None also for a sequence of another owner."""
@@ -112,9 +159,10 @@ class LiveSequences:
         return self._last_serial
 
     def add(self, sequence: Sequence) -> None:
-        owner = self._owners.get(sequence.owner)
+        owners = self._owners_like(sequence.owner)
+        owner = owners.get(sequence.owner)
         if owner is None:
-            owner = self._owners[sequence.owner] = _Owner(self._clock())
+            owner = owners[sequence.owner] = _Owner(self._clock())
         owner.sequences[sequence.sequence_id] = sequence
         if sequence.request_id:
             owner.requests[sequence.request_id] = sequence
@@ -123,14 +171,24 @@ class LiveSequences:
     def end(self, sequence: Sequence) -> None:
         """The id is dead at once; the blocks go now, or when the running call has ended."""
         del self.by_id[sequence.sequence_id]
-        owner = self._owners[sequence.owner]
+        owners = self._owners_like(sequence.owner)
+        owner = owners[sequence.owner]
         del owner.sequences[sequence.sequence_id]
         if sequence.request_id:
             del owner.requests[sequence.request_id]
         if not owner.sequences:
-            del self._owners[sequence.owner]
+            del owners[sequence.owner]
         self._dying[sequence.sequence_id] = sequence
         self.bury_if_idle(sequence)
+
+    def end_session(self, session: Session) -> int:
+        """End a session and its sequences, those with a running call too; returns how many."""
+        self.sessions.remove(session)
+        record = self._session_owners.get(session.session_id)
+        sequences = list(record.sequences.values()) if record is not None else []
+        for sequence in sequences:
+            self.end(sequence)
+        return len(sequences)
 
     def bury_if_idle(self, sequence: Sequence) -> None:
         """Give back the blocks of an ended sequence once no call runs on it."""
@@ -139,7 +197,7 @@ class LiveSequences:
             growth.release_all(self._pool, sequence)
 
     def expired(self) -> list[Sequence]:
-        """Sequences of owners that made no call for the TTL and have none running."""
+        """Sequences of owners that made no call for the TTL and have none running; no sessions'."""
         limit = self._clock() - self._owner_ttl_s
         found: list[Sequence] = []
         for owner in self._owners.values():
@@ -162,11 +220,35 @@ class LiveSequences:
                         serial=sequence.serial,
                         sequence_id=sequence.sequence_id,
                         owner=sequence.owner,
+                        client_name=self._client_name(sequence.owner),
                         num_tokens=sequence.num_tokens,
                         num_computed_tokens=sequence.num_computed,
                         num_cached_tokens=sequence.num_cached_tokens,
                         num_blocks=len(sequence.block_table),
                         age_s=now - sequence.created_at_s,
+                    )
+                )
+        return page
+
+    def list_sessions_after(self, serial: int, count: int) -> list[SessionInfo]:
+        """Up to `count` sessions, oldest first, opened after the one of that serial."""
+        now = self._clock()
+        page: list[SessionInfo] = []
+        for session in self.sessions:
+            if len(page) == count:
+                break
+            if session.serial > serial:
+                record = self._session_owners.get(session.session_id)
+                page.append(
+                    SessionInfo(
+                        serial=session.serial,
+                        digest=session.digest,
+                        client_name=session.client_name,
+                        ttl_s=session.ttl_s,
+                        left_s=self.sessions.seconds_left(session),
+                        is_connected=session.stream is not None,
+                        num_sequences=len(record.sequences) if record is not None else 0,
+                        age_s=now - session.opened_at_s,
                     )
                 )
         return page
@@ -189,3 +271,9 @@ class LiveSequences:
             if pool.state_of(block) == PLAIN and pool.ref_cnt[block] == len(fills):
                 written -= size - max(fills)
         return written
+
+    def _owners_like(self, owner: bytes) -> dict[bytes, _Owner]:
+        return self._session_owners if is_session_id(owner) else self._owners
+
+    def _client_name(self, owner: bytes) -> str:
+        return self.sessions.find(owner).client_name if is_session_id(owner) else ""

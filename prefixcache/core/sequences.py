@@ -33,6 +33,7 @@ from prefixcache.core.sequence import (
     int32_array,
     uint32_array,
 )
+from prefixcache.core.sessions import Session, SessionLimits
 from prefixcache.core.stats import Counters, PoolStats
 from prefixcache.errors import (
     BeyondTokensError,
@@ -80,7 +81,9 @@ _RESULT_CODES: dict[type[PrefixCacheError], ResultCode] = {
 
 
 class Sequences:
-    """All live sequences over one pool.
+    """All live sequences over one pool, and the sessions that hold them.
+
+    Every call that names a session raises SessionNotFoundError once that has ended.
 
     num_layers: layers that each count their computed tokens; 1 without K/V storage, where Commit
     is the only layer. caching: off means that nothing is hashed, hit or registered.
@@ -94,6 +97,7 @@ class Sequences:
         num_layers: int = 1,
         caching: bool = True,
         owner_ttl_s: float = 600.0,
+        session_limits: SessionLimits | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.lock = threading.Lock()
@@ -103,7 +107,7 @@ class Sequences:
         self._num_layers = num_layers
         self._caching = caching
         self._clock = clock
-        self.live = LiveSequences(pool, owner_ttl_s, clock)
+        self.live = LiveSequences(pool, owner_ttl_s, clock, session_limits or SessionLimits())
 
     # ---- prompts
 
@@ -136,13 +140,15 @@ class Sequences:
     ) -> AllocateResult:
         """A new sequence with references on its hits and its new blocks.
 
-        Raises ExceedsPoolError, NoRoomError, or RequestIdConflictError. A repeat (same owner,
-        request_id and content, sequence unchanged) is answered with the first reply.
+        Raises ExceedsPoolError, NoRoomError, TooManySequencesError or RequestIdConflictError. A
+        repeat (same owner, request_id and content, sequence unchanged) is answered with the first
+        reply.
         """
         call = ("allocate", num_lookahead_tokens, cache_use, full_hit, resumed, prompt.extra_keys)
         earlier = self.live.touch(owner).get(request_id)
         if earlier is not None:
             return self._repeated_allocate(earlier, call, prompt)
+        self.live.check_can_add(owner, 1)
 
         num_tokens, size = len(prompt.token_ids), self.pool.block_size
         chain = prompt.chain if cache_use.reads else None
@@ -283,8 +289,9 @@ class Sequences:
     ) -> list[SequenceId]:
         """Children, one a request id, that share all blocks; both sides lose their lookahead.
 
-        Raises SequenceNotFoundError, SequenceBusyError, WrongPositionError, NotComputedError or
-        RequestIdConflictError. Request ids are all empty (no retry key) or all given.
+        Raises SequenceNotFoundError, SequenceBusyError, WrongPositionError, NotComputedError,
+        TooManySequencesError or RequestIdConflictError. Request ids are all empty (no retry key)
+        or all given.
         """
         call = ("fork", num_tokens, tuple(request_ids))
         requests = self.live.touch(owner)
@@ -298,6 +305,7 @@ class Sequences:
         growth.check_position(parent, num_tokens, parent.num_tokens)
         if parent.num_computed < num_tokens:
             raise NotComputedError(sequence_id, parent.num_computed, num_tokens)
+        self.live.check_can_add(owner, len(request_ids))
 
         growth.drop_blocks_after(self.pool, parent, num_tokens)
         parent.computed = [num_tokens] * self._num_layers
@@ -390,7 +398,7 @@ class Sequences:
 
     def end_attention(self, ticket: AttentionTicket, *, written: bool) -> None:
         """Take a batch back. `written`: its K/V are in place, so the layer has advanced."""
-        self.live.touch(ticket.owner)
+        self.live.call_ended(ticket.owner)
         for row in ticket.rows:
             sequence = row.sequence
             sequence.running_layers.discard(ticket.layer)
@@ -399,6 +407,16 @@ class Sequences:
                 sequence.last_attention_start[ticket.layer] = row.start_position
                 self._advance(sequence, ticket.layer, row.start_position + row.num_tokens)
             self.live.bury_if_idle(sequence)
+
+    # ---- sessions
+
+    def open_session(self, ttl_s: float, client_name: str, request_id: str = "") -> Session:
+        """`Sessions.open`; its id is the owner of what is allocated in it."""
+        return self.live.sessions.open(ttl_s, client_name, request_id)
+
+    def close_session(self, session_id: bytes) -> int:
+        """End a session and its sequences; returns how many. Raises SessionNotFoundError."""
+        return self.live.end_session(self.live.sessions.find(session_id))
 
     # ---- operators
 
@@ -419,12 +437,19 @@ class Sequences:
         return num_cached
 
     def expire(self) -> int:
-        """Free the sequences of silent owners; returns how many."""
-        expired = self.live.expired()
-        for sequence in expired:
+        """End the sessions whose time is over, and free their sequences and those of silent owners.
+
+        Returns how many sequences that were.
+        """
+        silent = self.live.expired()
+        for sequence in silent:
             self.live.end(sequence)
-        self.counters.expired_sequences += len(expired)
-        return len(expired)
+        num_expired = len(silent)
+        for session in self.live.sessions.expired():
+            num_expired += self.live.end_session(session)
+            self.counters.expired_sessions += 1
+        self.counters.expired_sequences += num_expired
+        return num_expired
 
     def stats(self) -> PoolStats:
         pool = self.pool
@@ -437,6 +462,7 @@ class Sequences:
             cached=pool.num_cached,
             sequences=len(self.live),
             owners=self.live.num_owners,
+            sessions=len(self.live.sessions),
             slots_written=self.live.num_slots_written(),
             evictions=pool.num_evictions,
             **asdict(self.counters),

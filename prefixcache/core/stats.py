@@ -28,6 +28,7 @@ class Counters:
     append_refused: int = 0
     resets: int = 0
     expired_sequences: int = 0
+    expired_sessions: int = 0
     prefill_tokens_computed: int = 0
     """Prompt tokens that all layers have computed, each position once; hits are no part of it."""
     prefill_tokens_cached: int = 0
@@ -49,6 +50,7 @@ class PoolStats:
     cached: int
     sequences: int
     owners: int
+    sessions: int
     slots_written: int
     evictions: int
     requests: int
@@ -63,6 +65,7 @@ class PoolStats:
     append_refused: int
     resets: int
     expired_sequences: int
+    expired_sessions: int
     prefill_tokens_computed: int
     prefill_tokens_cached: int
 

@@ -22,9 +22,9 @@ import numpy.typing as npt
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from google.protobuf.message import Message
 
-from prefixcache.rpc._pb import admin_pb2, attention_pb2, cache_pb2
+from prefixcache.rpc._pb import admin_pb2, attention_pb2, cache_pb2, session_pb2
 
-_FILES = (cache_pb2.DESCRIPTOR, attention_pb2.DESCRIPTOR, admin_pb2.DESCRIPTOR)
+_FILES = tuple(module.DESCRIPTOR for module in (cache_pb2, session_pb2, attention_pb2, admin_pb2))
 _Field = descriptor_pb2.FieldDescriptorProto
 _COLUMN_TYPES = (_Field.TYPE_FIXED32, _Field.TYPE_FIXED64)
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import re
 
+from prefixcache.core.sessions import owner_digest
 from prefixcache.errors import InvalidArgumentError
 from prefixcache.rpc._pb import admin_pb2
 from prefixcache.server.daemon import Daemon
@@ -35,12 +35,7 @@ class AdminService:
     def list_sequences(
         self, request: admin_pb2.ListSequencesRequest
     ) -> admin_pb2.ListSequencesResponse:
-        page_size = request.page_size or DEFAULT_PAGE_SIZE
-        if page_size > MAX_PAGE_SIZE:
-            raise InvalidArgumentError("page_size", f"is {page_size}, at most {MAX_PAGE_SIZE}")
-        if request.page_token and not _PAGE_TOKEN.fullmatch(request.page_token):
-            raise InvalidArgumentError("page_token", "is not from a reply of this call")
-        after = int(request.page_token or 0)
+        after, page_size = _page(request)
         with self._sequences.lock:
             page = self._sequences.live.list_after(after, page_size + 1)
         shown = page[:page_size]
@@ -48,14 +43,50 @@ class AdminService:
             sequences=[
                 admin_pb2.SequenceInfo(
                     sequence_id=info.sequence_id,
-                    owner_digest=hashlib.sha256(info.owner).hexdigest()[:16],
+                    owner_digest=owner_digest(info.owner),
                     num_tokens=info.num_tokens,
                     num_computed_tokens=info.num_computed_tokens,
                     num_cached_tokens=info.num_cached_tokens,
                     num_blocks=info.num_blocks,
+                    age_s=info.age_s,
+                    client_name=info.client_name,
+                )
+                for info in shown
+            ],
+            next_page_token=str(shown[-1].serial) if len(page) > page_size else "",
+        )
+
+    def list_sessions(
+        self, request: admin_pb2.ListSessionsRequest
+    ) -> admin_pb2.ListSessionsResponse:
+        after, page_size = _page(request)
+        with self._sequences.lock:
+            page = self._sequences.live.list_sessions_after(after, page_size + 1)
+        shown = page[:page_size]
+        return admin_pb2.ListSessionsResponse(
+            sessions=[
+                admin_pb2.SessionInfo(
+                    owner_digest=info.digest,
+                    client_name=info.client_name,
+                    ttl_s=info.ttl_s,
+                    left_s=info.left_s,
+                    is_connected=info.is_connected,
+                    num_sequences=info.num_sequences,
                     age_s=info.age_s,
                 )
                 for info in shown
             ],
             next_page_token=str(shown[-1].serial) if len(page) > page_size else "",
         )
+
+
+def _page(
+    request: admin_pb2.ListSequencesRequest | admin_pb2.ListSessionsRequest,
+) -> tuple[int, int]:
+    """The serial that the page comes after, and how many entries it may have."""
+    page_size = request.page_size or DEFAULT_PAGE_SIZE
+    if page_size > MAX_PAGE_SIZE:
+        raise InvalidArgumentError("page_size", f"is {page_size}, at most {MAX_PAGE_SIZE}")
+    if request.page_token and not _PAGE_TOKEN.fullmatch(request.page_token):
+        raise InvalidArgumentError("page_token", "is not from a reply of this call")
+    return int(request.page_token or 0), page_size

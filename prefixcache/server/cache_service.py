@@ -6,6 +6,7 @@ Hashing a prompt happens before the lock is taken. Safe to call from many thread
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import accumulate
 from operator import gt
@@ -150,6 +151,11 @@ class CacheService:
         with self._sequences.lock:
             codes = self._sequences.free(owner, request.sequence_ids, request_ids)
         return twin("FreeResponse")(result_codes=column32(codes))
+
+    def open_step(
+        self, cancel: Callable[[], object]
+    ) -> AbstractContextManager[Callable[[cache_pb2.StepRequest], Any]]:
+        return nullcontext(self.step)
 
     def step(self, request: cache_pb2.StepRequest) -> Any:
         limit = self._daemon.info.limits.max_step_allocates

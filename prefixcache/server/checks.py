@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from prefixcache.core.extra_keys import check_extra_keys
+from prefixcache.core.sessions import SESSION_ID_BYTES
 from prefixcache.errors import InvalidArgumentError
 from prefixcache.rpc import codec
 from prefixcache.types import NO_EXTRA_KEYS, CacheUse, ExtraKeys, FullHit, TokenIds
@@ -20,8 +21,20 @@ MAX_REQUEST_ID_BYTES = 256
 
 
 def owner(value: bytes) -> bytes:
-    if len(value) != OWNER_BYTES:
-        raise InvalidArgumentError("owner", f"has {len(value)} bytes, must have {OWNER_BYTES}")
+    """Bytes that a client made up, or the id of a session."""
+    if len(value) not in (OWNER_BYTES, SESSION_ID_BYTES):
+        raise InvalidArgumentError(
+            "owner",
+            f"has {len(value)} bytes, must have {OWNER_BYTES}, or {SESSION_ID_BYTES} for a session",
+        )
+    return value
+
+
+def session_id(value: bytes) -> bytes:
+    if len(value) != SESSION_ID_BYTES:
+        raise InvalidArgumentError(
+            "session_id", f"has {len(value)} bytes, must have {SESSION_ID_BYTES}"
+        )
     return value
 
 

@@ -18,6 +18,7 @@ from prefixcache.core.form import FORM
 from prefixcache.core.hashing import HASH_ALGORITHMS, HASH_RECIPE_VERSION, Hasher
 from prefixcache.core.pool import Pool
 from prefixcache.core.sequences import Sequences
+from prefixcache.core.sessions import SessionLimits
 from prefixcache.errors import InvalidArgumentError
 from prefixcache.rpc._pb import cache_pb2
 from prefixcache.rpc.codec import layout_to_wire
@@ -79,10 +80,12 @@ class Daemon:
         cache: CacheOptions,
         model: ModelOptions | None = None,
         limits: LimitOptions | None = None,
+        session_limits: SessionLimits | None = None,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         model, limits = model or ModelOptions(), limits or LimitOptions()
+        session_limits = session_limits or SessionLimits()
         largest_reply = 4 * cache.num_blocks + REPLY_HEADROOM_BYTES
         if limits.max_message_bytes < largest_reply:
             raise InvalidArgumentError(
@@ -95,7 +98,7 @@ class Daemon:
         hasher = Hasher(algorithm, cache.hash_seed, cache.block_size)
         self.boot_id = secrets.token_bytes(16)
         self.is_draining = False
-        self._clock = clock
+        self.clock = clock
         self._started_s = clock()
         self.sequences = Sequences(
             Pool(cache.num_blocks, cache.block_size, verify, algorithm.digest_bytes),
@@ -103,13 +106,14 @@ class Daemon:
             num_layers=model.layout.num_layers if model.layout else 1,
             caching=cache.prefix_caching,
             owner_ttl_s=cache.owner_ttl_s,
+            session_limits=session_limits,
             clock=clock,
         )
         self.engine = self._make_engine(model, cache.num_blocks)
-        self.info = self._make_info(cache, model, limits, verify)
+        self.info = self._make_info(cache, model, _limits_message(limits, session_limits), verify)
 
     def uptime_s(self) -> float:
-        return self._clock() - self._started_s
+        return self.clock() - self._started_s
 
     def close(self) -> None:
         """Give the K/V memory back. No call may be running."""
@@ -126,7 +130,7 @@ class Daemon:
         return Engine(self.sequences, memory)
 
     def _make_info(
-        self, cache: CacheOptions, model: ModelOptions, limits: LimitOptions, verify: bool
+        self, cache: CacheOptions, model: ModelOptions, limits: cache_pb2.Limits, verify: bool
     ) -> cache_pb2.GetServerInfoResponse:
         layout, hasher = model.layout, self.sequences.hasher
         return cache_pb2.GetServerInfoResponse(
@@ -150,14 +154,22 @@ class Daemon:
             none_hash_digest=hashlib.sha256(hasher.none_hash).digest(),
             verify_hits=verify,
             prefix_caching=cache.prefix_caching,
-            limits=cache_pb2.Limits(
-                max_message_bytes=limits.max_message_bytes,
-                max_fork_children=limits.max_fork_children,
-                max_step_allocates=MAX_STEP_ALLOCATES,
-            ),
+            limits=limits,
             capabilities=["attention"] if layout else ["commit"],
             model_name=model.name,
             model_revision=model.revision,
             owner_ttl_s=cache.owner_ttl_s,
             core=FORM,
         )
+
+
+def _limits_message(limits: LimitOptions, sessions: SessionLimits) -> cache_pb2.Limits:
+    return cache_pb2.Limits(
+        max_message_bytes=limits.max_message_bytes,
+        max_fork_children=limits.max_fork_children,
+        max_step_allocates=MAX_STEP_ALLOCATES,
+        max_sessions=sessions.max_sessions,
+        max_session_ttl_s=sessions.max_ttl_s,
+        max_sequences_per_session=sessions.max_sequences,
+        reconnect_grace_s=sessions.reconnect_grace_s,
+    )

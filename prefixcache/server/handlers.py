@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -29,6 +30,7 @@ from prefixcache.server.streams import Streams
 _log = structlog.get_logger(__name__)
 
 _Answer = Callable[[bytes, grpc.ServicerContext], Any]
+_OpenStream = Callable[[Callable[[], object]], AbstractContextManager[Callable[[Any], Any]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +38,9 @@ class Service:
     """Who answers the RPCs of one service, and in whose threads.
 
     servicer: its method for the RPC `GetStats` is `get_stats(request)`, which returns a message,
-    a twin or not, or raises a PrefixCacheError. Of a stream it answers one message.
+    a twin or not, or raises a PrefixCacheError. For the stream `Step` it is `open_step(cancel)`, a
+    context that lasts as long as the stream and gives what answers each message; `cancel` ends the
+    stream, from any thread.
     """
 
     servicer: object
@@ -44,25 +48,29 @@ class Service:
 
 
 def add_services(
-    server: grpc.Server, services: Mapping[str, Service], streams: Streams, boot_id: bytes
+    server: grpc.Server,
+    services: Mapping[str, Service],
+    streams: Mapping[str, Streams],
+    boot_id: bytes,
 ) -> None:
     """Register every RPC of the .proto files; services by their short names.
 
-    RPCs that are streams run in the threads of `streams` and not in their service's.
+    streams: by the RPC's name. They run in threads of their own and not in their service's.
     """
     by_service: dict[str, dict[str, Any]] = {}
     for method in wire.methods():
         service = services[method.service.rpartition(".")[2]]
         name = re.sub(r"(?<!^)(?=[A-Z])", "_", method.name).lower()
-        answer = _answer(method, getattr(service.servicer, name), boot_id)
         handlers = by_service.setdefault(method.service, {})
         if method.is_stream:
-            stream = _stream_handler(answer, streams, boot_id)
-            run_in(streams.workers, stream)
+            open_stream = getattr(service.servicer, f"open_{name}")
+            stream = _stream_handler(method, open_stream, streams[method.name], boot_id)
+            run_in(streams[method.name].workers, stream)
             handlers[method.name] = grpc.stream_stream_rpc_method_handler(
                 stream, response_serializer=_serialize
             )
         else:
+            answer = _answer(method, getattr(service.servicer, name), boot_id)
             handler = _handler(answer, boot_id)
             run_in(service.workers, handler)
             handlers[method.name] = grpc.unary_unary_rpc_method_handler(
@@ -94,11 +102,12 @@ def _handler(answer: _Answer, boot_id: bytes) -> _Answer:
 
 
 def _stream_handler(
-    answer: _Answer, streams: Streams, boot_id: bytes
+    method: wire.Method, open_stream: _OpenStream, streams: Streams, boot_id: bytes
 ) -> Callable[[Iterator[bytes], grpc.ServicerContext], Iterator[Any]]:
     def handle(requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[Any]:
         try:
-            with streams.opened():
+            with streams.opened(), open_stream(context.cancel) as call:
+                answer = _answer(method, call, boot_id)
                 for data in requests:
                     # gRPC asks for the next answer once this one has left.
                     with streams.answering():

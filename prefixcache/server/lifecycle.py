@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -23,11 +22,12 @@ from prefixcache.address import (
     default_listen_address,
 )
 from prefixcache.config import LATENT_KV_DTYPE, ServeConfig
-from prefixcache.core.sequences import Sequences
+from prefixcache.core.sessions import SessionLimits
 from prefixcache.errors import InvalidArgumentError
 from prefixcache.server.daemon import CacheOptions, Daemon, LimitOptions, ModelOptions
 from prefixcache.server.logs import configure_logs
 from prefixcache.server.rpc_server import RpcServer
+from prefixcache.server.sweeper import Sweeper
 from prefixcache.server.unix_socket import SocketClaim
 from prefixcache.storage.fixed_scales import FixedScales, read_scale_file
 from prefixcache.storage.layout import (
@@ -41,9 +41,6 @@ from prefixcache.storage.model_config import layout_from_model_config
 
 _log = structlog.get_logger(__name__)
 
-_MAX_SWEEP_INTERVAL_S = 10.0
-_SWEEPS_A_TTL = 10
-
 
 def run(config: ServeConfig) -> int:
     """Serve until SIGTERM or SIGINT; returns the exit code. A second signal ends at once.
@@ -51,7 +48,6 @@ def run(config: ServeConfig) -> int:
     Raises InvalidArgumentError, naming the flag, if the daemon cannot be made as configured.
     """
     configure_logs(config.process.log_format, config.process.log_level)
-    stop = threading.Event()
     with _stop_signals() as signalled, ExitStack() as resources:
         daemon = make_daemon(config)
         resources.callback(daemon.close)
@@ -59,19 +55,15 @@ def run(config: ServeConfig) -> int:
         addresses = config.network.addresses or (default_listen_address(os.environ),)
         bound = [_listen(server, address, resources) for address in addresses]
         server.start()
-        sweeper = threading.Thread(
-            target=_sweep, args=(daemon.sequences, config.cache.owner_ttl, stop), name="sweeper"
-        )
+        sweeper = Sweeper(daemon.sequences, config.cache.owner_ttl, server.cut_stale_streams)
         sweeper.start()
-        resources.callback(stop.set)
+        resources.callback(sweeper.stop)
         for warning in config.warnings:
             _log.warning(warning)
         _log_start(daemon, bound)
         os.read(signalled, 1)
-        stop.set()
         _log.info("stopping", drain_timeout_s=config.process.drain_timeout)
         have_ended = server.stop(config.process.drain_timeout)
-        sweeper.join()
     _log.info("stopped", calls_cut=not have_ended)
     if not have_ended:
         # The interpreter would wait for the threads of the calls that were cut.
@@ -109,6 +101,12 @@ def _make_daemon(config: ServeConfig) -> Daemon:
         ),
         model,
         LimitOptions(config.network.max_message_bytes, config.cache.max_fork_children),
+        SessionLimits(
+            max_sessions=config.sessions.max_sessions,
+            max_ttl_s=config.sessions.max_session_ttl,
+            max_sequences=config.sessions.max_sequences_per_session,
+            reconnect_grace_s=config.sessions.reconnect_grace,
+        ),
     )
 
 
@@ -202,15 +200,6 @@ def _listen(server: RpcServer, address: Address, resources: ExitStack) -> str:
     bound = server.listen(address.target)
     claim.open_to_group()
     return bound
-
-
-def _sweep(sequences: Sequences, owner_ttl_s: float, stop: threading.Event) -> None:
-    interval_s = min(owner_ttl_s / _SWEEPS_A_TTL, _MAX_SWEEP_INTERVAL_S)
-    while not stop.wait(interval_s):
-        with sequences.lock:
-            num_expired = sequences.expire()
-        if num_expired:
-            _log.info("sequences of silent owners freed", sequences=num_expired)
 
 
 @contextmanager

@@ -23,6 +23,8 @@ from prefixcache.server.attention_service import AttentionService
 from prefixcache.server.cache_service import CacheService
 from prefixcache.server.daemon import Daemon
 from prefixcache.server.handlers import Service, add_services, run_in
+from prefixcache.server.keep_alive import KeepAliveStreams
+from prefixcache.server.session_service import SessionService
 from prefixcache.server.streams import Streams
 
 MIN_PING_INTERVAL_MS = 5_000
@@ -31,6 +33,8 @@ _MAX_WATCHES = 64
 """Health watches and reflection streams that are served at the same time; more of them wait."""
 MAX_STEP_STREAMS = 256
 """Step streams that are open at the same time; an engine needs one."""
+_STREAMS_A_SESSION = 2
+"""KeepAlive streams: the daemon may not know yet that the one before has broken."""
 _LAST_REPLIES_S = 0.5
 """How long replies may take to leave once their calls have ended."""
 
@@ -68,7 +72,9 @@ class RpcServer:
         self._workers = ThreadPoolExecutor(max_workers, "rpc")
         self._attention_workers = ThreadPoolExecutor(max_workers, "attention")
         self._watch_workers = ThreadPoolExecutor(_MAX_WATCHES, "watch")
-        self._step_streams = Streams(max_step_streams)
+        self._step_streams = Streams(max_step_streams, "step")
+        max_keep_alives = _STREAMS_A_SESSION * daemon.info.limits.max_sessions
+        self._keep_alives = KeepAliveStreams(daemon.sequences, daemon.boot_id, daemon.clock)
         # The non-blocking mode needs no threads and deadlocks: it sends a watch's first status
         # under a lock that gRPC's only serving thread takes when another watch ends.
         self._health = health.HealthServicer(
@@ -79,10 +85,14 @@ class RpcServer:
             self._server,
             {
                 "PrefixCacheService": Service(CacheService(daemon), self._workers),
+                "SessionService": Service(SessionService(daemon, self._keep_alives), self._workers),
                 "AttentionService": Service(AttentionService(daemon), self._attention_workers),
                 "AdminService": Service(AdminService(daemon), self._workers),
             },
-            self._step_streams,
+            {
+                "Step": self._step_streams,
+                "KeepAlive": Streams(max_keep_alives, "keep-alive"),
+            },
             daemon.boot_id,
         )
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
@@ -107,6 +117,10 @@ class RpcServer:
         self._server.start()
         self._set_health(health_pb2.HealthCheckResponse.SERVING)
 
+    def cut_stale_streams(self) -> None:
+        """Cancel KeepAlive streams that are of no use any more. To be called now and then."""
+        self._keep_alives.cut_stale()
+
     def stop(self, drain_timeout_s: float) -> bool:
         """Say that it is not serving, refuse new calls, and wait for running ones.
 
@@ -121,6 +135,7 @@ class RpcServer:
         calls_have_ended = self._calls_end_within(drain_timeout_s)
         steps_have_ended = self._step_streams.close(max(0.0, deadline_s - time.monotonic()))
         have_ended = calls_have_ended and steps_have_ended
+        self._keep_alives.cut_all()
         if have_ended:
             stopped = self._server.stop(_LAST_REPLIES_S)
         stopped.wait()

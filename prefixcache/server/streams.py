@@ -17,14 +17,14 @@ _REFUSING_THREADS = 2
 
 
 class Streams:
-    """The open streams of a server, at most `limit`, and the requests on them being answered.
+    """The open streams of one RPC, at most `limit`, and the requests on them being answered.
 
     One stream more is refused and not left to wait: nobody knows for how long. So there are
     threads on top of the limit, to refuse with.
     """
 
-    def __init__(self, limit: int) -> None:
-        self.workers = ThreadPoolExecutor(limit + _REFUSING_THREADS, "step")
+    def __init__(self, limit: int, name: str) -> None:
+        self.workers = ThreadPoolExecutor(limit + _REFUSING_THREADS, name)
         self._limit = limit
         self._changed = threading.Condition()
         self._num_open = 0

@@ -19,7 +19,7 @@ from prefixcache.core.hashing import HashAlgorithm, Hasher
 from prefixcache.core.pool import PLAIN, REGISTERED, STANDBY, Pool
 from prefixcache.core.sequence import AppendRow, CommitRow
 from prefixcache.core.sequences import Sequences
-from prefixcache.errors import PrefixCacheError
+from prefixcache.errors import PrefixCacheError, SessionNotFoundError
 from prefixcache.types import (
     CacheUse,
     ExtraKeys,
@@ -29,12 +29,12 @@ from prefixcache.types import (
     PromptEmbeds,
     ResultCode,
 )
+from tests.core.session_rules import LIMITS, OWNERS, SLOTS, SessionRules
 from tests.support.invariants import check_invariants, snapshot
 from tests.support.model import BLANK, Model, ModelSequence, Refused, cbor_hash_block
 from tests.support.model import REGISTERED as MODEL_REGISTERED
 from tests.support.model import STANDBY as MODEL_STANDBY
 
-OWNERS = (b"one", b"two", b"three")
 REQUEST_IDS = ("", "", "", "q", "r")
 STATES = {PLAIN: BLANK, REGISTERED: MODEL_REGISTERED, STANDBY: MODEL_STANDBY}
 REFUSALS = {
@@ -92,7 +92,7 @@ def extra_keys(kind: int, size: int, first: int, num_tokens: int) -> ExtraKeys:
     return ExtraKeys()
 
 
-class BlockManagerMachine(RuleBasedStateMachine):
+class BlockManagerMachine(SessionRules, RuleBasedStateMachine):
     """`sequences` and `model` do the same; `ids` maps the model's names to real ids."""
 
     num_layers: ClassVar[int] = 3
@@ -114,6 +114,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
             num_layers=self.num_layers,
             caching=caching,
             owner_ttl_s=10.0,
+            session_limits=LIMITS,
             clock=lambda: self.now_s,
         )
         self.parent_of: dict[bytes, bytes] = {}
@@ -132,7 +133,11 @@ class BlockManagerMachine(RuleBasedStateMachine):
             hash_and_remember,
             caching=caching,
             owner_ttl_s=10.0,
+            max_sessions=LIMITS.max_sessions,
+            max_session_sequences=LIMITS.max_sequences,
+            grace_s=LIMITS.reconnect_grace_s,
         )
+        self.start_sessions()
         self.ids: dict[int, int] = {}
         self.attention: list[tuple[Any, tuple]] = []
         self.copying: list[tuple[Any, int]] = []
@@ -156,14 +161,20 @@ class BlockManagerMachine(RuleBasedStateMachine):
         return real(), expected
 
     def both_rows(self, real: Callable[[], list[Any]], model: Callable[[], Any]) -> Any:
-        """The same for a call with one row, whose refusal is a result code."""
+        """The same for a call with one row, whose refusal is a result code.
+
+        But for that of the whole call: its session has ended.
+        """
         before = snapshot(self.sequences)
         try:
             expected = model()
         except Refused as refused:
-            (row,) = real()
-            code = getattr(row, "code", row)
-            assert REFUSALS[code] == refused.name
+            if refused.name == "SessionNotFoundError":
+                with pytest.raises(SessionNotFoundError):
+                    real()
+            else:
+                (row,) = real()
+                assert REFUSALS[getattr(row, "code", row)] == refused.name
             assert snapshot(self.sequences) == before
             return None
         (row,) = real()
@@ -182,7 +193,8 @@ class BlockManagerMachine(RuleBasedStateMachine):
         sequence = live[-1 - number % len(live)]
         owner = sequence.owner
         if stranger:
-            owner = OWNERS[(OWNERS.index(owner) + 1) % len(OWNERS)]
+            others = [self.owner_in(slot) for slot in (*OWNERS, *SLOTS)]
+            owner = next(other for other in others[number:] + others if other != owner)
         return owner, sequence
 
     # ---- rules
@@ -204,7 +216,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
         ) == self.model.lookup(prompt, keys, lookahead, full_hit)
 
     @rule(
-        owner=st.sampled_from(OWNERS),
+        slot=st.sampled_from((*OWNERS, *SLOTS)),
         request_id=st.sampled_from(REQUEST_IDS),
         prompt=PROMPT,
         kind=KEY_KIND,
@@ -216,7 +228,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
     )
     def allocate(
         self,
-        owner: bytes,
+        slot: bytes,
         request_id: str,
         prompt: list[int],
         kind: int,
@@ -224,13 +236,16 @@ class BlockManagerMachine(RuleBasedStateMachine):
         **options: Any,
     ) -> None:
         keys = extra_keys(kind, self.model.size, 0, len(prompt))
+        owner = self.owner_in(slot)
 
         def step() -> None:
             prepared = self.sequences.prepare(np.array(prompt, dtype=np.uint32), keys)
             real_options = dict(options)
             real_options["num_lookahead_tokens"] = real_options.pop("lookahead")
             result = self.both(
-                lambda: self.sequences.allocate(owner, request_id, prepared, **real_options),
+                lambda: self.sequences.allocate(
+                    self.real(owner), request_id, prepared, **real_options
+                ),
                 lambda: self.model.allocate(owner, request_id, prompt, keys, **options),
             )
             if result is not None:
@@ -295,7 +310,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
 
         def step() -> None:
             result = self.both_rows(
-                lambda: self.sequences.append(owner, [row]),
+                lambda: self.sequences.append(self.real(owner), [row]),
                 lambda: self.model.append(
                     owner, sequence.name, start, tokens, kv_valid, lookahead, keys
                 ),
@@ -312,7 +327,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
 
     def start_copies(self, owner: bytes, sequence: ModelSequence) -> None:
         """With storage the daemon copies at once; `finish_copies` ends that."""
-        ticket = self.sequences.begin_copies(owner, [self.ids[sequence.name]])
+        ticket = self.sequences.begin_copies(self.real(owner), [self.ids[sequence.name]])
         copies = self.model.begin_copies(owner, sequence.name)
         assert [(copy.source, copy.destination) for copy in ticket.copies] == copies
         self.copying.append((ticket, sequence.name if copies else 0))
@@ -344,7 +359,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
         def step() -> None:
             result = self.both(
                 lambda: self.sequences.fork(
-                    owner, self.ids[sequence.name], num_tokens, request_ids
+                    self.real(owner), self.ids[sequence.name], num_tokens, request_ids
                 ),
                 lambda: self.model.fork(owner, sequence.name, num_tokens, request_ids),
             )
@@ -365,7 +380,9 @@ class BlockManagerMachine(RuleBasedStateMachine):
 
         def step() -> None:
             result = self.both(
-                lambda: self.sequences.truncate(owner, self.ids[sequence.name], before, after),
+                lambda: self.sequences.truncate(
+                    self.real(owner), self.ids[sequence.name], before, after
+                ),
                 lambda: self.model.truncate(owner, sequence.name, before, after),
             )
             if result is not None:
@@ -385,7 +402,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
 
         def step() -> None:
             self.both_rows(
-                lambda: self.sequences.free(owner, *named),
+                lambda: self.sequences.free(self.real(owner), *named),
                 lambda: self.model.free(owner, sequence.name),
             )
 
@@ -434,7 +451,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
     ) -> None:
         result = self.both(
             lambda: self.sequences.begin_attention(
-                owner, layer, [self.ids[name] for name in names], starts, counts
+                self.real(owner), layer, [self.ids[name] for name in names], starts, counts
             ),
             lambda: self.model.begin_attention(owner, layer, names, starts, counts),
         )
@@ -517,6 +534,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
             assert pool.block_of(block_hash) == block_id
         stats = self.sequences.stats()
         assert {name: getattr(stats, name) for name in stats.__slots__} == model.stats()
+        self.sessions_agree()
         holders = {holder.sequence_id: holder for holder in self.sequences.live.all_holders()}
         expected = [*model.sequences.values(), *model.dying]
         assert len(holders) == len(expected)
@@ -548,7 +566,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
         while self.attention:
             self.end(0, written=True)
         for sequence in list(self.model.sequences.values()):
-            self.sequences.free(sequence.owner, [self.ids[sequence.name]])
+            self.sequences.free(self.real(sequence.owner), [self.ids[sequence.name]])
             self.model.free(sequence.owner, sequence.name)
         self.agrees_with_the_model()
         assert self.sequences.pool.num_referenced == 0
@@ -570,7 +588,7 @@ class NoStorageMachine(BlockManagerMachine):
     def commit_range(self, owner: bytes, sequence: ModelSequence, start: int, count: int) -> None:
         row = CommitRow(self.ids[sequence.name], start, count)
         result = self.both_rows(
-            lambda: self.sequences.commit(owner, [row]),
+            lambda: self.sequences.commit(self.real(owner), [row]),
             lambda: self.model.commit(owner, sequence.name, start, count),
         )
         if result is not None:

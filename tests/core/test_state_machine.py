@@ -15,7 +15,8 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from prefixcache.types import CacheUse, FullHit
-from tests.core.machine import OWNERS, REQUEST_IDS, TRUNKS, BlockManagerMachine, NoStorageMachine
+from tests.core.machine import REQUEST_IDS, TRUNKS, BlockManagerMachine, NoStorageMachine
+from tests.core.session_rules import OPEN_KEYS, OWNERS, SLOTS, TTLS_S
 
 
 def always_collides(data: bytes) -> bytes:
@@ -78,7 +79,7 @@ def draw_step(rng: random.Random, machine: BlockManagerMachine) -> tuple[str, di
             "full": rarely(2),
         },
         "allocate": {
-            "owner": rng.choice(OWNERS),
+            "slot": rng.choice((*OWNERS, *SLOTS)),
             "request_id": rng.choice(REQUEST_IDS),
             "prompt": draw_prompt(rng),
             "kind": kind,
@@ -112,6 +113,14 @@ def draw_step(rng: random.Random, machine: BlockManagerMachine) -> tuple[str, di
         "end_attention": {"number": rng.randrange(8), "failed": rarely(10)},
         "commit": {**pick, "limit": rng.choice((0, 1, 3, 40)), "slip": slip, "beyond": rarely(20)},
         "press": {"count": rng.randrange(1, 1 + machine.model.stats()["num_blocks"])},
+        "open_session": {
+            "slot": rng.choice(SLOTS),
+            "ttl_s": rng.choice(TTLS_S),
+            "request_id": rng.choice(OPEN_KEYS),
+        },
+        "connect_session": {"slot": rng.choice(SLOTS)},
+        "break_stream": {"slot": rng.choice(SLOTS)},
+        "close_session": {"slot": rng.choice(SLOTS)},
         "finish_copies": {},
         "repeat": {},
         "reset": {"force": rarely(3)},
@@ -135,7 +144,11 @@ WALK = {
     "lookup": 4,
     "repeat": 5,
     "reset": 1,
-    "expire": 1,
+    "expire": 2,
+    "open_session": 6,
+    "connect_session": 2,
+    "break_stream": 2,
+    "close_session": 1,
 }
 
 

@@ -29,6 +29,8 @@ EXAMPLES = {
         errors.ExceedsPoolError("token_ids", 12, 10),
         errors.NotFoundError("no session", {"session": "s"}),
         errors.SequenceNotFoundError(2**64 - 1),
+        errors.SessionNotFoundError("0123456789abcdef"),
+        errors.SessionLostError("the daemon was restarted"),
         errors.AlreadyExistsError("exists"),
         errors.RequestIdConflictError("r"),
         errors.FailedPreconditionError("not now"),
@@ -42,6 +44,8 @@ EXAMPLES = {
         errors.ResourceExhaustedError("a quota"),
         errors.NoRoomError(12, 3, 40),
         errors.TooManyStreamsError(256),
+        errors.TooManySessionsError(256),
+        errors.TooManySequencesError(16384),
         errors.AbortedError("again"),
         errors.SequenceBusyError(7),
         errors.UnavailableError("gone"),
@@ -169,11 +173,11 @@ def test_details_of_somebody_else_do_not_choose_the_class():
 
 
 def test_a_reason_of_a_newer_daemon_becomes_the_class_of_its_code():
-    info = error_details_pb2.ErrorInfo(reason="SESSION_NOT_FOUND", domain=ERROR_DOMAIN)
-    info.metadata["session"] = "s"
-    status = status_pb2.Status(code=5, message="no such session")
+    info = error_details_pb2.ErrorInfo(reason="SHARD_NOT_FOUND", domain=ERROR_DOMAIN)
+    info.metadata["shard"] = "s"
+    status = status_pb2.Status(code=5, message="no such shard")
     status.details.add().Pack(info)
     metadata = (("grpc-status-details-bin", status.SerializeToString()),)
-    error = from_rpc_error(_RpcError(grpc.StatusCode.NOT_FOUND, "no such session", metadata))
+    error = from_rpc_error(_RpcError(grpc.StatusCode.NOT_FOUND, "no such shard", metadata))
     assert type(error) is errors.NotFoundError
-    assert error.fields == {"session": "s"}
+    assert error.fields == {"shard": "s"}

@@ -96,6 +96,17 @@ class ModelSequence:
         return bool(self.running) or self.is_copying
 
 
+@dataclass
+class ModelSession:
+    name: bytes
+    ttl_s: float
+    client_name: str
+    request_id: str
+    renewed_s: float
+    has_stream: bool = False
+    broken_s: float | None = None
+
+
 def cbor_hash_block(digest: Callable[[bytes], bytes]) -> HashBlock:
     """The recipe of `sha256_cbor`, spelled by the reference encoder."""
 
@@ -118,6 +129,9 @@ class Model:
         *,
         caching: bool = True,
         owner_ttl_s: float = 600.0,
+        max_sessions: int = 256,
+        max_session_sequences: int = 16384,
+        grace_s: float = 0.5,
     ) -> None:
         self.size = block_size
         self.num_layers = num_layers
@@ -136,17 +150,23 @@ class Model:
         self.sequences: dict[int, ModelSequence] = {}
         self.dying: list[ModelSequence] = []
         self.owner_calls: dict[bytes, float] = {}
+        self.sessions: dict[bytes, ModelSession] = {}
+        self.max_sessions = max_sessions
+        self.max_session_sequences = max_session_sequences
+        self.grace_s = grace_s
         self.evictions = 0
         self.counts = dict.fromkeys(
             (
                 *("requests", "queries_tokens", "hit_tokens", "queries_blocks", "hit_blocks"),
                 *("resumed_requests", "resumed_queries_tokens", "resumed_hit_tokens"),
                 *("allocation_refused", "append_refused", "resets", "expired_sequences"),
+                "expired_sessions",
                 *("prefill_tokens_computed", "prefill_tokens_cached"),
             ),
             0,
         )
         self._names = 0
+        self._session_names = 0
         self._identities: dict[tuple, int] = {}
         self._drafts = 0
 
@@ -182,6 +202,7 @@ class Model:
                 if other.last == call:
                     return other.reply
                 raise Refused("RequestIdConflictError")
+        self._check_can_add(owner, 1)
         hits = self._match(tokens, keys, full_hit) if cache_use.reads else []
         num_blocks = self._blocks_of(len(tokens) + lookahead)
         needed = num_blocks - len(hits) + sum(self.blocks[hit].refs == 0 for hit in hits)
@@ -312,6 +333,7 @@ class Model:
             raise Refused("WrongPositionError")
         if min(parent.computed) < num_tokens:
             raise Refused("NotComputedError")
+        self._check_can_add(owner, len(request_ids))
         self._end_holds(parent)
         self._drop_tail(parent, num_tokens)
         parent.computed = [num_tokens] * self.num_layers
@@ -434,7 +456,8 @@ class Model:
         *,
         written: bool,
     ) -> None:
-        self._touch(owner)
+        if not self._is_session(owner) or owner in self.sessions:
+            self._touch(owner)
         for name, start, count, repeat in zip(names, starts, counts, repeats, strict=True):
             sequence = self._any(name)
             sequence.running.discard(layer)
@@ -443,6 +466,57 @@ class Model:
                 sequence.started[layer] = start
                 self._advance(sequence, layer, start + count)
             self._bury(sequence)
+
+    # ---- sessions
+
+    def open_session(self, ttl_s: float, client_name: str, request_id: str) -> bytes:
+        """The session's name, which is the owner of what is allocated in it."""
+        for session in self.sessions.values():
+            if request_id and session.request_id == request_id:
+                if (session.ttl_s, session.client_name) != (ttl_s, client_name):
+                    raise Refused("RequestIdConflictError")
+                session.renewed_s = self.now_s
+                return session.name
+        if len(self.sessions) == self.max_sessions:
+            raise Refused("TooManySessionsError", limit=self.max_sessions)
+        self._session_names += 1
+        name = f"session {self._session_names}".encode()
+        self.sessions[name] = ModelSession(name, ttl_s, client_name, request_id, self.now_s)
+        return name
+
+    def connect(self, name: bytes) -> None:
+        session = self._session(name)
+        session.renewed_s, session.has_stream, session.broken_s = self.now_s, True, None
+
+    def disconnect(self, name: bytes) -> None:
+        if name in self.sessions:
+            session = self.sessions[name]
+            session.has_stream, session.broken_s = False, self.now_s
+
+    def close_session(self, name: bytes) -> int:
+        self._session(name)
+        del self.sessions[name]
+        ended = self._live(name)
+        for sequence in ended:
+            self._end(sequence)
+        return len(ended)
+
+    def _is_session(self, owner: bytes) -> bool:
+        return owner.startswith(b"session")
+
+    def _session(self, name: bytes) -> ModelSession:
+        if name not in self.sessions:
+            raise Refused("SessionNotFoundError")
+        return self.sessions[name]
+
+    def _is_over(self, session: ModelSession) -> bool:
+        return self.now_s - session.renewed_s >= session.ttl_s or (
+            session.broken_s is not None and self.now_s - session.broken_s >= self.grace_s
+        )
+
+    def _check_can_add(self, owner: bytes, count: int) -> None:
+        if self._is_session(owner) and len(self._live(owner)) + count > self.max_session_sequences:
+            raise Refused("TooManySequencesError", limit=self.max_session_sequences)
 
     # ---- operators
 
@@ -467,7 +541,11 @@ class Model:
             if self.now_s - called >= self.owner_ttl_s
             and not any(sequence.busy for sequence in self._live(owner))
         ]
-        ended = [sequence for owner in silent for sequence in self._live(owner)]
+        over = [session.name for session in self.sessions.values() if self._is_over(session)]
+        for name in over:
+            del self.sessions[name]
+        self.counts["expired_sessions"] += len(over)
+        ended = [sequence for owner in [*silent, *over] for sequence in self._live(owner)]
         for sequence in ended:
             self._end(sequence)
         self.counts["expired_sequences"] += len(ended)
@@ -485,6 +563,7 @@ class Model:
             "blank": len(free) - evictable,
             "cached": len(self.index),
             "sequences": len(self.sequences),
+            "sessions": len(self.sessions),
             "owners": len({sequence.owner for sequence in self.sequences.values()}),
             "slots_written": sum(map(self._slots_written, self.blocks)),
             "evictions": self.evictions,
@@ -628,6 +707,8 @@ class Model:
     # ---- sequences
 
     def _touch(self, owner: bytes) -> None:
+        if self._is_session(owner):
+            self._session(owner).renewed_s = self.now_s
         if owner in self.owner_calls:
             del self.owner_calls[owner]
             self.owner_calls[owner] = self.now_s
@@ -653,12 +734,13 @@ class Model:
 
     def _add(self, sequence: ModelSequence) -> None:
         self.sequences[sequence.name] = sequence
-        self.owner_calls.setdefault(sequence.owner, self.now_s)
+        if not self._is_session(sequence.owner):
+            self.owner_calls.setdefault(sequence.owner, self.now_s)
 
     def _end(self, sequence: ModelSequence) -> None:
         del self.sequences[sequence.name]
         sequence.alive = False
-        if not self._live(sequence.owner):
+        if not self._is_session(sequence.owner) and not self._live(sequence.owner):
             del self.owner_calls[sequence.owner]
         self.dying.append(sequence)
         self._bury(sequence)

@@ -27,7 +27,7 @@ TIMEOUT_S = 30.0
 
 METHODS = {method.name: method for method in wire.methods() if not method.is_stream}
 """The unary RPCs."""
-STEP = next(method for method in wire.methods() if method.is_stream)
+STREAMS = {method.name: method for method in wire.methods() if method.is_stream}
 
 
 class PartRefused(Exception):
@@ -116,9 +116,9 @@ class Stubs:
     def steps(self, timeout_s: float = TIMEOUT_S) -> Iterator[StepCall]:
         """An open Step stream, half-closed at the end."""
         stream = self.channel.stream_stream(
-            STEP.path,
+            STREAMS["Step"].path,
             request_serializer=_bytes_of,
-            response_deserializer=STEP.response.FromString,
+            response_deserializer=STREAMS["Step"].response.FromString,
         )
         messages: SimpleQueue[Message | bytes | None] = SimpleQueue()
         call = StepCall(messages, stream(iter(messages.get, None), timeout=timeout_s))

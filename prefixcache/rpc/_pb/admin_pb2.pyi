@@ -11,7 +11,7 @@ class GetStatsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetStatsResponse(_message.Message):
-    __slots__ = ("num_blocks", "block_size", "referenced", "evictable", "blank", "cached", "sequences", "owners", "slots_written", "evictions", "requests", "queries_tokens", "hit_tokens", "queries_blocks", "hit_blocks", "resumed_requests", "resumed_queries_tokens", "resumed_hit_tokens", "allocation_refused", "append_refused", "resets", "expired_sequences", "prefill_tokens_computed", "prefill_tokens_cached", "uptime_s")
+    __slots__ = ("num_blocks", "block_size", "referenced", "evictable", "blank", "cached", "sequences", "owners", "slots_written", "evictions", "requests", "queries_tokens", "hit_tokens", "queries_blocks", "hit_blocks", "resumed_requests", "resumed_queries_tokens", "resumed_hit_tokens", "allocation_refused", "append_refused", "resets", "expired_sequences", "prefill_tokens_computed", "prefill_tokens_cached", "uptime_s", "sessions", "expired_sessions")
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
     REFERENCED_FIELD_NUMBER: _ClassVar[int]
@@ -37,6 +37,8 @@ class GetStatsResponse(_message.Message):
     PREFILL_TOKENS_COMPUTED_FIELD_NUMBER: _ClassVar[int]
     PREFILL_TOKENS_CACHED_FIELD_NUMBER: _ClassVar[int]
     UPTIME_S_FIELD_NUMBER: _ClassVar[int]
+    SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    EXPIRED_SESSIONS_FIELD_NUMBER: _ClassVar[int]
     num_blocks: int
     block_size: int
     referenced: int
@@ -62,7 +64,9 @@ class GetStatsResponse(_message.Message):
     prefill_tokens_computed: int
     prefill_tokens_cached: int
     uptime_s: float
-    def __init__(self, num_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., referenced: _Optional[int] = ..., evictable: _Optional[int] = ..., blank: _Optional[int] = ..., cached: _Optional[int] = ..., sequences: _Optional[int] = ..., owners: _Optional[int] = ..., slots_written: _Optional[int] = ..., evictions: _Optional[int] = ..., requests: _Optional[int] = ..., queries_tokens: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., queries_blocks: _Optional[int] = ..., hit_blocks: _Optional[int] = ..., resumed_requests: _Optional[int] = ..., resumed_queries_tokens: _Optional[int] = ..., resumed_hit_tokens: _Optional[int] = ..., allocation_refused: _Optional[int] = ..., append_refused: _Optional[int] = ..., resets: _Optional[int] = ..., expired_sequences: _Optional[int] = ..., prefill_tokens_computed: _Optional[int] = ..., prefill_tokens_cached: _Optional[int] = ..., uptime_s: _Optional[float] = ...) -> None: ...
+    sessions: int
+    expired_sessions: int
+    def __init__(self, num_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., referenced: _Optional[int] = ..., evictable: _Optional[int] = ..., blank: _Optional[int] = ..., cached: _Optional[int] = ..., sequences: _Optional[int] = ..., owners: _Optional[int] = ..., slots_written: _Optional[int] = ..., evictions: _Optional[int] = ..., requests: _Optional[int] = ..., queries_tokens: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., queries_blocks: _Optional[int] = ..., hit_blocks: _Optional[int] = ..., resumed_requests: _Optional[int] = ..., resumed_queries_tokens: _Optional[int] = ..., resumed_hit_tokens: _Optional[int] = ..., allocation_refused: _Optional[int] = ..., append_refused: _Optional[int] = ..., resets: _Optional[int] = ..., expired_sequences: _Optional[int] = ..., prefill_tokens_computed: _Optional[int] = ..., prefill_tokens_cached: _Optional[int] = ..., uptime_s: _Optional[float] = ..., sessions: _Optional[int] = ..., expired_sessions: _Optional[int] = ...) -> None: ...
 
 class ResetCacheRequest(_message.Message):
     __slots__ = ("force",)
@@ -85,7 +89,7 @@ class ListSequencesRequest(_message.Message):
     def __init__(self, page_size: _Optional[int] = ..., page_token: _Optional[str] = ...) -> None: ...
 
 class SequenceInfo(_message.Message):
-    __slots__ = ("sequence_id", "owner_digest", "num_tokens", "num_computed_tokens", "num_cached_tokens", "num_blocks", "age_s")
+    __slots__ = ("sequence_id", "owner_digest", "num_tokens", "num_computed_tokens", "num_cached_tokens", "num_blocks", "age_s", "client_name")
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     OWNER_DIGEST_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -93,6 +97,7 @@ class SequenceInfo(_message.Message):
     NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     AGE_S_FIELD_NUMBER: _ClassVar[int]
+    CLIENT_NAME_FIELD_NUMBER: _ClassVar[int]
     sequence_id: int
     owner_digest: str
     num_tokens: int
@@ -100,7 +105,8 @@ class SequenceInfo(_message.Message):
     num_cached_tokens: int
     num_blocks: int
     age_s: float
-    def __init__(self, sequence_id: _Optional[int] = ..., owner_digest: _Optional[str] = ..., num_tokens: _Optional[int] = ..., num_computed_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., num_blocks: _Optional[int] = ..., age_s: _Optional[float] = ...) -> None: ...
+    client_name: str
+    def __init__(self, sequence_id: _Optional[int] = ..., owner_digest: _Optional[str] = ..., num_tokens: _Optional[int] = ..., num_computed_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., num_blocks: _Optional[int] = ..., age_s: _Optional[float] = ..., client_name: _Optional[str] = ...) -> None: ...
 
 class ListSequencesResponse(_message.Message):
     __slots__ = ("sequences", "next_page_token")
@@ -109,3 +115,37 @@ class ListSequencesResponse(_message.Message):
     sequences: _containers.RepeatedCompositeFieldContainer[SequenceInfo]
     next_page_token: str
     def __init__(self, sequences: _Optional[_Iterable[_Union[SequenceInfo, _Mapping]]] = ..., next_page_token: _Optional[str] = ...) -> None: ...
+
+class ListSessionsRequest(_message.Message):
+    __slots__ = ("page_size", "page_token")
+    PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
+    PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    page_size: int
+    page_token: str
+    def __init__(self, page_size: _Optional[int] = ..., page_token: _Optional[str] = ...) -> None: ...
+
+class SessionInfo(_message.Message):
+    __slots__ = ("owner_digest", "client_name", "ttl_s", "left_s", "is_connected", "num_sequences", "age_s")
+    OWNER_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    CLIENT_NAME_FIELD_NUMBER: _ClassVar[int]
+    TTL_S_FIELD_NUMBER: _ClassVar[int]
+    LEFT_S_FIELD_NUMBER: _ClassVar[int]
+    IS_CONNECTED_FIELD_NUMBER: _ClassVar[int]
+    NUM_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    AGE_S_FIELD_NUMBER: _ClassVar[int]
+    owner_digest: str
+    client_name: str
+    ttl_s: float
+    left_s: float
+    is_connected: bool
+    num_sequences: int
+    age_s: float
+    def __init__(self, owner_digest: _Optional[str] = ..., client_name: _Optional[str] = ..., ttl_s: _Optional[float] = ..., left_s: _Optional[float] = ..., is_connected: _Optional[bool] = ..., num_sequences: _Optional[int] = ..., age_s: _Optional[float] = ...) -> None: ...
+
+class ListSessionsResponse(_message.Message):
+    __slots__ = ("sessions", "next_page_token")
+    SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    sessions: _containers.RepeatedCompositeFieldContainer[SessionInfo]
+    next_page_token: str
+    def __init__(self, sessions: _Optional[_Iterable[_Union[SessionInfo, _Mapping]]] = ..., next_page_token: _Optional[str] = ...) -> None: ...

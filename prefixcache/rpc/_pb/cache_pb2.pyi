@@ -125,14 +125,22 @@ class KVLayout(_message.Message):
     def __init__(self, num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., dtype: _Optional[str] = ..., block_bytes: _Optional[int] = ..., value_dim: _Optional[int] = ..., quantization: _Optional[_Union[Quantization, _Mapping]] = ..., latent_dim: _Optional[int] = ..., rope_dim: _Optional[int] = ...) -> None: ...
 
 class Limits(_message.Message):
-    __slots__ = ("max_message_bytes", "max_fork_children", "max_step_allocates")
+    __slots__ = ("max_message_bytes", "max_fork_children", "max_step_allocates", "max_sessions", "max_session_ttl_s", "max_sequences_per_session", "reconnect_grace_s")
     MAX_MESSAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
     MAX_FORK_CHILDREN_FIELD_NUMBER: _ClassVar[int]
     MAX_STEP_ALLOCATES_FIELD_NUMBER: _ClassVar[int]
+    MAX_SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    MAX_SESSION_TTL_S_FIELD_NUMBER: _ClassVar[int]
+    MAX_SEQUENCES_PER_SESSION_FIELD_NUMBER: _ClassVar[int]
+    RECONNECT_GRACE_S_FIELD_NUMBER: _ClassVar[int]
     max_message_bytes: int
     max_fork_children: int
     max_step_allocates: int
-    def __init__(self, max_message_bytes: _Optional[int] = ..., max_fork_children: _Optional[int] = ..., max_step_allocates: _Optional[int] = ...) -> None: ...
+    max_sessions: int
+    max_session_ttl_s: float
+    max_sequences_per_session: int
+    reconnect_grace_s: float
+    def __init__(self, max_message_bytes: _Optional[int] = ..., max_fork_children: _Optional[int] = ..., max_step_allocates: _Optional[int] = ..., max_sessions: _Optional[int] = ..., max_session_ttl_s: _Optional[float] = ..., max_sequences_per_session: _Optional[int] = ..., reconnect_grace_s: _Optional[float] = ...) -> None: ...
 
 class GetServerInfoResponse(_message.Message):
     __slots__ = ("api_version", "server_version", "boot_id", "layout", "layout_fingerprint", "num_blocks", "block_size", "device", "hash_algorithm", "hash_recipe_version", "hash_seeded", "none_hash_digest", "verify_hits", "prefix_caching", "limits", "capabilities", "model_name", "model_revision", "owner_ttl_s", "core")
