@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         Sequence,
         SequenceInfo,
         ServerInfo,
+        SessionInfo,
         Step,
         StepStream,
     )
@@ -66,6 +67,7 @@ __all__ = [
     "Sequence",
     "SequenceInfo",
     "ServerInfo",
+    "SessionInfo",
     "Step",
     "StepStream",
     "__version__",
@@ -83,6 +85,7 @@ _CLIENT_NAMES = frozenset(
         "Sequence",
         "SequenceInfo",
         "ServerInfo",
+        "SessionInfo",
         "Step",
         "StepStream",
     }

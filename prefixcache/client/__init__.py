@@ -8,7 +8,7 @@ from prefixcache.client.aio import AsyncClient
 from prefixcache.client.aio_sequence import AsyncSequence
 from prefixcache.client.aio_steps import AsyncStepStream
 from prefixcache.client.channel import channel_options
-from prefixcache.client.results import SequenceInfo, ServerInfo
+from prefixcache.client.results import SequenceInfo, ServerInfo, SessionInfo
 from prefixcache.client.step import Pending, Step
 from prefixcache.client.sync import Client
 from prefixcache.client.sync_sequence import Sequence
@@ -25,6 +25,7 @@ __all__ = [
     "Sequence",
     "SequenceInfo",
     "ServerInfo",
+    "SessionInfo",
     "Step",
     "StepStream",
     "channel_options",

@@ -1,6 +1,6 @@
 """The client for asyncio: the twin of `sync`, which differs by await; a test compares the two.
 
-Owns the channel, the client's random owner id and the sending of calls; what is sent and what a
+Owns the channel, the client's session and the sending of calls; what is sent and what a
 reply means is in `messages` and `*_calls`. A client may be used by many tasks of one event loop at
 once, a sequence by one at a time. Not thread-safe.
 """
@@ -8,6 +8,7 @@ once, a sequence by one at a time. Not thread-safe.
 from __future__ import annotations
 
 import asyncio
+import weakref
 from collections.abc import Sequence as Rows
 from contextlib import suppress
 from types import TracebackType
@@ -16,29 +17,31 @@ from typing import Any, Self
 import grpc
 import numpy.typing as npt
 
-from prefixcache.client import attention_calls, messages, sequence_calls
+from prefixcache.client import attention_calls, messages, sequence_calls, session_calls
+from prefixcache.client.aio_keeper import AsyncSessionKeeper
 from prefixcache.client.aio_sequence import AsyncSequence, OpeningSequence
 from prefixcache.client.aio_steps import AsyncStepStream
 from prefixcache.client.channel import (
     DEFAULT_MAX_MESSAGE_BYTES,
+    DEFAULT_SESSION_TTL_S,
     DEFAULT_TIMEOUT_S,
     SEND_ERRORS,
     channel_options,
     make_stubs,
     resolve_target,
 )
-from prefixcache.client.lost_requests import FREE_TIMEOUT_S, LostRequest, LostRequests
+from prefixcache.client.lease import Lease, owner_of, rows_by_lease
+from prefixcache.client.lost_requests import FREE_TIMEOUT_S, LostRequest
 from prefixcache.client.messages import Call, ResultT
-from prefixcache.client.results import SequenceInfo, ServerInfo
+from prefixcache.client.results import SequenceInfo, ServerInfo, SessionInfo
 from prefixcache.client.sequence_state import SequenceState
 from prefixcache.client.tensors import TensorT
 from prefixcache.client.unanswered_steps import UnansweredSteps
 from prefixcache.core.stats import PoolStats
 from prefixcache.errors import (
-    CancelledCallError,
-    DeadlineExceededError,
     FailedPreconditionError,
     InvalidArgumentError,
+    SessionLostError,
 )
 from prefixcache.rpc.status import from_rpc_error
 from prefixcache.types import (
@@ -66,6 +69,11 @@ class AsyncClient:
         another. Without it the daemon of the first call sets what later calls expect, so that a
         daemon that was restarted with another layout refuses.
     max_message_bytes: largest request or reply; the daemon has a limit of its own.
+    session_ttl_s: sequences live in a session of the daemon, which the first of them opens. It ends
+        when the client is closed or its process dies, and when the daemon has not heard of it for
+        so long. None for no session: sequences live until the client has made no call for the
+        daemon's `owner_ttl_s`.
+    client_name: what operators see of the session, at most 128 bytes.
     channel: instead of a target, a channel that stays the caller's to close; it is best made with
         `channel_options()`.
 
@@ -90,6 +98,8 @@ class AsyncClient:
         timeout_s: float = DEFAULT_TIMEOUT_S,
         expected_fingerprint: bytes | None = None,
         max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
+        session_ttl_s: float | None = DEFAULT_SESSION_TTL_S,
+        client_name: str = "",
         channel: grpc.aio.Channel | None = None,
     ) -> None:
         if (target is None) == (channel is None):
@@ -102,16 +112,27 @@ class AsyncClient:
         self._stubs = make_stubs(channel)
         self._timeout_s = timeout_s
         self._fingerprint = expected_fingerprint
-        self._owner = messages.new_owner()
-        self._lost = LostRequests(self._owner)
+        self._session_ttl_s = session_ttl_s
+        self._client_name = client_name
+        # In place of a session that has not been opened yet, too.
+        self._lease = Lease.without_session()
+        self._keeper: AsyncSessionKeeper | None = None
+        self._opening = asyncio.Lock()
+        self._open_request_id = messages.new_request_id()
         self._info: ServerInfo | None = None
         self._is_closed = False
 
     async def close(self) -> None:
-        """End the connection. Sequences that are not freed live on until the owner's TTL."""
+        """End the session, with all sequences that are not freed, and the connection.
+
+        Without a session, such sequences live on until the owner's TTL.
+        """
         self._is_closed = True
         try:
-            await self._free_lost(self._lost.all(), self._timeout_s)
+            if self._lease.is_session:
+                await self._close_session()
+            else:
+                await self._free_lost(self._lease, self._lease.lost_requests.all(), self._timeout_s)
         finally:
             if self._own_channel is not None:
                 await self._own_channel.close()
@@ -134,6 +155,7 @@ class AsyncClient:
         info = await self._send(messages.server_info(self._fingerprint), timeout_s)
         self._fingerprint = info.fingerprint
         self._info = info
+        self._lease.answered_by(info.boot_id)
         return info
 
     async def stats(self, *, timeout_s: float | None = None) -> PoolStats:
@@ -154,6 +176,15 @@ class AsyncClient:
         while page.next_page_token:
             page = await self._call(messages.list_sequences(page.next_page_token), timeout_s)
             found += page.sequences
+        return found
+
+    async def list_sessions(self, *, timeout_s: float | None = None) -> list[SessionInfo]:
+        """All sessions of all clients, oldest first, in calls of 1000 each."""
+        page = await self._call(session_calls.list_sessions(""), timeout_s)
+        found = list(page.sessions)
+        while page.next_page_token:
+            page = await self._call(session_calls.list_sessions(page.next_page_token), timeout_s)
+            found += page.sessions
         return found
 
     # ---- prompts
@@ -195,11 +226,12 @@ class AsyncClient:
             the same name is answered with the same sequence as long as that is unchanged: so a
             sequence that a DeadlineExceededError left unknown can be had.
 
-        Raises NoRoomError, ExceedsPoolError, RequestIdConflictError, FingerprintMismatchError or
-        DrainingError.
+        Opens a session if there is none, or the one before is lost. Raises NoRoomError,
+        ExceedsPoolError, RequestIdConflictError, FingerprintMismatchError, TooManySessionsError,
+        TooManySequencesError or DrainingError.
         """
         return OpeningSequence(
-            self._open(
+            self._allocate(
                 tokens,
                 extra_keys=extra_keys,
                 num_lookahead_tokens=num_lookahead_tokens,
@@ -228,10 +260,11 @@ class AsyncClient:
         A row that is refused is unchanged, says why in its `code`, and the rest go on; nothing is
         raised for it.
         """
+        lease = owner_of(sequences, self._lease)
         call = sequence_calls.append(
-            self._owner, _states(sequences), tokens, num_kv_valid, num_lookahead_tokens, extra_keys
+            lease.owner, _states(sequences), tokens, num_kv_valid, num_lookahead_tokens, extra_keys
         )
-        return await self._call(call, timeout_s)
+        return await self._call(call, timeout_s, lease)
 
     async def commit(
         self,
@@ -244,14 +277,28 @@ class AsyncClient:
 
         A row that is refused says why in its `code`; nothing is raised for it.
         """
-        call = sequence_calls.commit(self._owner, _states(sequences), num_computed_tokens)
-        return await self._call(call, timeout_s)
+        lease = owner_of(sequences, self._lease)
+        call = sequence_calls.commit(lease.owner, _states(sequences), num_computed_tokens)
+        return await self._call(call, timeout_s, lease)
 
     async def free(
         self, sequences: Rows[AsyncSequence], *, timeout_s: float | None = None
     ) -> list[ResultCode]:
-        """End sequences: OK, or NOT_FOUND for one that the daemon does not know any more."""
-        return await self._call(sequence_calls.free(self._owner, _states(sequences)), timeout_s)
+        """End sequences: OK, or NOT_FOUND for one that the daemon does not know any more.
+
+        Those of a session that is lost are none of them; nothing is raised for it.
+        """
+        codes = [ResultCode.NOT_FOUND] * len(sequences)
+        for lease, rows in rows_by_lease(sequences, self._lease).items():
+            states = [sequences[row]._state for row in rows]
+            try:
+                call = sequence_calls.free(lease.owner, states)
+                found = await self._call(call, timeout_s, lease)
+            except SessionLostError:
+                found = sequence_calls.gone(states)
+            for row, code in zip(rows, found, strict=True):
+                codes[row] = code
+        return codes
 
     async def prefill(
         self,
@@ -278,10 +325,11 @@ class AsyncClient:
         whole call before anything is written: SequenceNotFoundError, SequenceBusyError,
         WrongPositionError, BeyondTokensError, NoStorageError or InvalidArgumentError.
         """
+        lease = owner_of(sequences, self._lease)
         call = attention_calls.prefill(
-            self._owner, layer, _states(sequences), num_tokens, (q, k, v), options
+            lease.owner, layer, _states(sequences), num_tokens, (q, k, v), options
         )
-        return await self._call(call, timeout_s)
+        return await self._call(call, timeout_s, lease)
 
     async def decode(
         self,
@@ -298,10 +346,11 @@ class AsyncClient:
         """`prefill` for one new token of each of many sequences, or `num_tokens` of each."""
         if num_tokens is None:
             num_tokens = [1] * len(sequences)
+        lease = owner_of(sequences, self._lease)
         call = attention_calls.decode(
-            self._owner, layer, _states(sequences), num_tokens, (q, k, v), options
+            lease.owner, layer, _states(sequences), num_tokens, (q, k, v), options
         )
-        return await self._call(call, timeout_s)
+        return await self._call(call, timeout_s, lease)
 
     # ---- steps
 
@@ -311,64 +360,109 @@ class AsyncClient:
         Cheaper than the calls one by one, and the next step may be sent before the answer is
         there: for an engine that allocates, appends, commits and frees at every step. One stream
         an engine; close it before the client. timeout_s: of the first call, which asks for the
-        daemon's description.
+        daemon's description and may open the session, which the stream cannot outlive.
 
         TooManyStreamsError at the first answer if the daemon has no more streams to give.
         """
         self._check_open()
         info = await self._ready(timeout_s)
-        await self._free_lost(self._lost.due(), self._timeout_s)
-        steps = UnansweredSteps(
-            self._owner, info, self._lost, lambda state: AsyncSequence(self, state)
-        )
+        lease = await self._leased(timeout_s)
+        await self._free_lost(lease, lease.due_requests(), self._timeout_s)
+        steps = UnansweredSteps(lease, info, lambda state: AsyncSequence(self, lease, state))
         return AsyncStepStream(self._stubs["Step"], steps, self._timeout_s)
 
-    # ---- sending
+    # ---- the session
 
-    async def _open(
+    async def _allocate(
         self, tokens: npt.ArrayLike, *, timeout_s: float | None, **arguments: Any
     ) -> AsyncSequence:
         info = await self._ready(timeout_s)
-        call = sequence_calls.allocate(self._owner, info, tokens, **arguments)
-        return AsyncSequence(self, await self._send(call, timeout_s))
+        # Without its owner yet: a bad argument is refused before a session is opened.
+        call = sequence_calls.allocate(b"", info, tokens, **arguments)
+        try:
+            lease = await self._leased(timeout_s)
+            call.request.owner = lease.owner
+            state = await self._send(call, timeout_s, lease)
+        except SessionLostError:
+            # Nothing was done in a session that is gone.
+            lease = await self._leased(timeout_s)
+            call.request.owner = lease.owner
+            state = await self._send(call, timeout_s, lease)
+        return AsyncSequence(self, lease, state)
+
+    async def _leased(self, timeout_s: float | None) -> Lease:
+        """What a new sequence may live in: a session is opened if there is none that lives."""
+        if self._session_ttl_s is None or (self._lease.is_session and not self._lease.is_lost):
+            return self._lease
+        async with self._opening:
+            if not self._lease.is_session or self._lease.is_lost:
+                call = session_calls.open_session(
+                    self._session_ttl_s, self._client_name, self._open_request_id
+                )
+                self._lease = await self._send(call, timeout_s)
+                self._open_request_id = messages.new_request_id()
+                self._keeper = AsyncSessionKeeper(self._stubs["KeepAlive"], self._lease)
+                weakref.finalize(self, self._keeper.abandon)
+            return self._lease
+
+    async def _close_session(self) -> None:
+        """What fails here the daemon does by itself: it sees the keeper's stream end."""
+        if self._keeper is not None:
+            await self._keeper.stop()
+        if not self._lease.is_lost:
+            request = session_calls.close_session(self._lease)
+            with suppress(*SEND_ERRORS):
+                await self._stubs["CloseSession"](
+                    request, timeout=min(self._timeout_s, FREE_TIMEOUT_S)
+                )
+
+    # ---- sending
 
     async def _ready(self, timeout_s: float | None) -> ServerInfo:
         return self._info or await self.server_info(timeout_s=timeout_s)
 
-    async def _call(self, call: Call[ResultT], timeout_s: float | None) -> ResultT:
+    async def _call(
+        self, call: Call[ResultT], timeout_s: float | None, lease: Lease | None = None
+    ) -> ResultT:
+        """lease: the owner of the sequences that the call is about."""
         await self._ready(timeout_s)
-        return await self._send(call, timeout_s)
+        return await self._send(call, timeout_s, lease)
 
-    async def _send(self, call: Call[ResultT], timeout_s: float | None) -> ResultT:
+    async def _send(
+        self, call: Call[ResultT], timeout_s: float | None, lease: Lease | None = None
+    ) -> ResultT:
         self._check_open()
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
         if not call.goes_on:
-            await self._free_lost(self._lost.due(), timeout_s)
+            await self._free_lost(self._lease, self._lease.due_requests(), timeout_s)
         try:
-            reply = await self._reply(call, timeout_s)
+            reply = await self._reply(call, timeout_s, lease)
         except grpc.RpcError as failure:
             error = from_rpc_error(failure)
-            if isinstance(error, (DeadlineExceededError, CancelledCallError)):
-                self._lost.add(call.request_ids)
+            if lease is not None:
+                error = lease.failed(error, call.request_ids)
             raise error from failure
         return call.read(reply)
 
-    async def _free_lost(self, lost: list[LostRequest], timeout_s: float) -> None:
+    async def _free_lost(self, lease: Lease, lost: list[LostRequest], timeout_s: float) -> None:
         """What fails here is tried again ahead of a later call."""
         if not lost:
             return
-        request = self._lost.free_request(lost)
+        request = lease.lost_requests.free_request(lost)
         try:
             reply = await self._stubs["Free"](request, timeout=min(timeout_s, FREE_TIMEOUT_S))
+        except grpc.RpcError as failure:
+            lease.failed(from_rpc_error(failure))
         except SEND_ERRORS:
             return
-        self._lost.answered(lost, reply)
+        else:
+            lease.lost_requests.answered(lost, reply)
 
     def _check_open(self) -> None:
         if self._is_closed:
             raise FailedPreconditionError("the client is closed")
 
-    async def _reply(self, call: Call[Any], timeout_s: float) -> Any:
+    async def _reply(self, call: Call[Any], timeout_s: float, lease: Lease | None) -> Any:
         sending = self._stubs[call.method](call.request, timeout=timeout_s)
         if not (call.goes_on or call.request_ids):
             return await sending
@@ -377,18 +471,21 @@ class AsyncClient:
         try:
             return await asyncio.shield(reply)
         except asyncio.CancelledError:
-            task = asyncio.create_task(self._give_back(call, reply))
+            task = asyncio.create_task(self._give_back(call, reply, lease))
             _abandoned.add(task)
             task.add_done_callback(_abandoned.discard)
             raise
 
-    async def _give_back(self, call: Call[Any], reply: asyncio.Future[Any]) -> None:
+    async def _give_back(
+        self, call: Call[Any], reply: asyncio.Future[Any], lease: Lease | None
+    ) -> None:
         """Once the call has ended, free what it made. Ends itself with the channel or the loop."""
         with suppress(asyncio.CancelledError):
             with suppress(*SEND_ERRORS):
                 await reply
-            self._lost.add(call.request_ids)
-            await self._free_lost(self._lost.due(), self._timeout_s)
+            if lease is not None:
+                lease.lost_requests.add(call.request_ids)
+                await self._free_lost(lease, lease.due_requests(), self._timeout_s)
 
 
 def _states(sequences: Rows[AsyncSequence]) -> list[SequenceState]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy.typing as npt
 
 from prefixcache.client import attention_calls, sequence_calls
+from prefixcache.client.lease import Lease
 from prefixcache.client.sequence_state import SequenceState, SequenceView
 from prefixcache.client.tensors import TensorT
 from prefixcache.errors import PrefixCacheError
@@ -33,11 +34,13 @@ class AsyncSequence(SequenceView):
 
     It knows where it stands, so no call takes a position. `async with` frees it at the end, also
     after an error. Its properties are as of the last reply. Block ids change only in the reply to a
-    call on this sequence. Errors: as for `AsyncClient`, SequenceNotFoundError once it is freed.
+    call on this sequence. Errors: as for `AsyncClient`, SequenceNotFoundError once it is freed,
+    SessionLostError once its session is gone.
     """
 
-    def __init__(self, client: AsyncClient, state: SequenceState) -> None:
+    def __init__(self, client: AsyncClient, lease: Lease, state: SequenceState) -> None:
         self._client = client
+        self._lease = lease
         self._state = state
 
     async def __aenter__(self) -> Self:
@@ -77,9 +80,9 @@ class AsyncSequence(SequenceView):
         SequenceBusyError or WrongPositionError.
         """
         call = sequence_calls.append_one(
-            self._client._owner, self._state, tokens, num_kv_valid, num_lookahead_tokens, extra_keys
+            self._lease.owner, self._state, tokens, num_kv_valid, num_lookahead_tokens, extra_keys
         )
-        return await self._client._call(call, timeout_s)
+        return await self._client._call(call, timeout_s, self._lease)
 
     async def commit(
         self, num_computed_tokens: int, *, timeout_s: float | None = None
@@ -89,8 +92,8 @@ class AsyncSequence(SequenceView):
         Only for a daemon without K/V storage, else StorageOwnedError. Raises
         BeyondTokensError, SequenceBusyError or WrongPositionError.
         """
-        call = sequence_calls.commit_one(self._client._owner, self._state, num_computed_tokens)
-        return await self._client._call(call, timeout_s)
+        call = sequence_calls.commit_one(self._lease.owner, self._state, num_computed_tokens)
+        return await self._client._call(call, timeout_s, self._lease)
 
     async def fork(
         self,
@@ -105,10 +108,10 @@ class AsyncSequence(SequenceView):
         Raises NotComputedError while tokens are left to compute, SequenceBusyError,
         WrongPositionError, RequestIdConflictError or DrainingError.
         """
-        call = sequence_calls.fork(self._client._owner, self._state, num_children, request_ids)
+        call = sequence_calls.fork(self._lease.owner, self._state, num_children, request_ids)
         return [
-            AsyncSequence(self._client, child)
-            for child in await self._client._call(call, timeout_s)
+            AsyncSequence(self._client, self._lease, child)
+            for child in await self._client._call(call, timeout_s, self._lease)
         ]
 
     async def truncate(self, num_tokens: int, *, timeout_s: float | None = None) -> tuple[int, ...]:
@@ -116,8 +119,8 @@ class AsyncSequence(SequenceView):
 
         Returns the block ids dropped, in table order. Raises SequenceBusyError.
         """
-        call = sequence_calls.truncate(self._client._owner, self._state, num_tokens)
-        return await self._client._call(call, timeout_s)
+        call = sequence_calls.truncate(self._lease.owner, self._state, num_tokens)
+        return await self._client._call(call, timeout_s, self._lease)
 
     async def free(self, *, timeout_s: float | None = None) -> None:
         """Give the blocks back; full ones stay findable. Once freed, or unknown to the daemon,
@@ -137,9 +140,9 @@ class AsyncSequence(SequenceView):
     ) -> TensorT:
         """`AsyncClient.prefill` of this sequence alone, with all T tokens of q."""
         call = attention_calls.prefill(
-            self._client._owner, layer, [self._state], None, (q, k, v), options
+            self._lease.owner, layer, [self._state], None, (q, k, v), options
         )
-        return await self._client._call(call, timeout_s)
+        return await self._client._call(call, timeout_s, self._lease)
 
     async def decode(
         self,
@@ -153,9 +156,9 @@ class AsyncSequence(SequenceView):
     ) -> TensorT:
         """`AsyncClient.decode` of this sequence alone, with all T tokens of q."""
         call = attention_calls.decode(
-            self._client._owner, layer, [self._state], None, (q, k, v), options
+            self._lease.owner, layer, [self._state], None, (q, k, v), options
         )
-        return await self._client._call(call, timeout_s)
+        return await self._client._call(call, timeout_s, self._lease)
 
 
 class OpeningSequence:

@@ -15,6 +15,7 @@ import grpc
 import grpc.aio
 
 from prefixcache.client.aio_sequence import AsyncSequence
+from prefixcache.client.cancelled_task import current_task_is_cancelled
 from prefixcache.client.step import Step
 from prefixcache.client.unanswered_steps import UnansweredSteps
 from prefixcache.errors import (
@@ -108,7 +109,7 @@ class AsyncStepStream:
         except grpc.RpcError as failure:
             error = from_rpc_error(failure)
         except asyncio.CancelledError:
-            if _is_cancelled():
+            if current_task_is_cancelled():
                 raise
             error = CancelledCallError("the client is closed")
         self._end(error)
@@ -118,12 +119,6 @@ class AsyncStepStream:
         self._steps.fail(error)
         self._requests.put_nowait(None)
         self._replies.cancel()
-
-
-def _is_cancelled() -> bool:
-    """The task is, and not only the stream: gRPC raises the same for both."""
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
 
 
 async def _until_none(queue: asyncio.Queue[Any]) -> AsyncIterator[Any]:

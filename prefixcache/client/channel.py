@@ -16,6 +16,8 @@ from prefixcache.errors import InvalidArgumentError
 from prefixcache.rpc import wire
 
 DEFAULT_TIMEOUT_S = 30.0
+DEFAULT_SESSION_TTL_S = 60.0
+"""Long enough for an event loop that a model's start holds up."""
 DEFAULT_MAX_MESSAGE_BYTES = 256 * 2**20
 """The daemon's own default."""
 
@@ -26,7 +28,9 @@ REPEATABLE = frozenset(
         "Lookup",
         "GetStats",
         "ListSequences",
+        "ListSessions",
         # The client always sends request ids.
+        "OpenSession",
         "Allocate",
         "Fork",
         # They say at which position the sequence stands, so the daemon knows a repeat.
@@ -37,6 +41,7 @@ REPEATABLE = frozenset(
         "Decode",
         # The second time there is nothing left to do.
         "Free",
+        "CloseSession",
     }
 )
 """RPCs that do no more when they arrive twice than when they arrive once.

@@ -90,6 +90,10 @@ def _read_server_info(reply: Any) -> ServerInfo:
         model_name=reply.model_name,
         model_revision=reply.model_revision,
         owner_ttl_s=reply.owner_ttl_s,
+        max_sessions=reply.limits.max_sessions,
+        max_session_ttl_s=reply.limits.max_session_ttl_s,
+        max_sequences_per_session=reply.limits.max_sequences_per_session,
+        reconnect_grace_s=reply.limits.reconnect_grace_s,
         core=reply.core,
     )
 
@@ -151,6 +155,7 @@ def _read_page(reply: Any) -> SequencePage:
                 num_cached_tokens=info.num_cached_tokens,
                 num_blocks=info.num_blocks,
                 age_s=info.age_s,
+                client_name=info.client_name,
             )
             for info in reply.sequences
         ),

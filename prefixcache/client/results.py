@@ -42,7 +42,12 @@ class ServerInfo:
     model_name: str
     model_revision: str
     owner_ttl_s: float
-    """Sequences of a client that makes no call for this long are freed. Seconds."""
+    """Sequences of a client without a session that makes no call for this long are freed."""
+    max_sessions: int
+    max_session_ttl_s: float
+    max_sequences_per_session: int
+    reconnect_grace_s: float
+    """A session ends this long after its connection broke, unless its client is back. Seconds."""
     core: str
     """Form of the block manager's core: "native" (compiled) or "python"."""
 
@@ -61,6 +66,8 @@ class SequenceInfo:
     """Tokens that were cached when it was allocated."""
     num_blocks: int
     age_s: float
+    client_name: str
+    """Of its session; empty without one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,4 +75,28 @@ class SequencePage:
     """A page of live sequences, oldest first; `next_page_token` is empty on the last one."""
 
     sequences: tuple[SequenceInfo, ...]
+    next_page_token: str
+
+
+@dataclass(frozen=True, slots=True)
+class SessionInfo:
+    """One session of any client, as an operator sees it."""
+
+    owner_digest: str
+    """The one of its sequences, and no key to them."""
+    client_name: str
+    ttl_s: float
+    left_s: float
+    """Until it ends if nothing more is heard of its client."""
+    is_connected: bool
+    """It has a KeepAlive stream now."""
+    num_sequences: int
+    age_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class SessionPage:
+    """A page of sessions, oldest first; `next_page_token` is empty on the last one."""
+
+    sessions: tuple[SessionInfo, ...]
     next_page_token: str

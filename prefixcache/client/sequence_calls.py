@@ -242,6 +242,13 @@ def free(owner: bytes, states: States) -> Call[list[ResultCode]]:
     return Call("Free", request, read, goes_on=True)
 
 
+def gone(states: States) -> list[ResultCode]:
+    """What `free` finds of sequences whose session is lost."""
+    for state in states:
+        state.is_freed = True
+    return [ResultCode.NOT_FOUND] * len(states)
+
+
 def _append_results(reply: Any) -> list[AppendResult]:
     codes = result_codes(reply.result_codes)
     num_new, num_copies = (

@@ -11,6 +11,7 @@ from array import array
 
 import numpy as np
 
+from prefixcache.client.lease import Lease
 from prefixcache.types import AppendResult, BlockIds, SequenceId
 
 
@@ -95,6 +96,7 @@ class SequenceState:
 class SequenceView:
     """The properties of a client's sequence. They are the ones of the last reply."""
 
+    _lease: Lease
     _state: SequenceState
 
     @property

@@ -11,6 +11,7 @@ from typing import Any, Generic, TypeVar
 import numpy.typing as npt
 
 from prefixcache.client import sequence_calls
+from prefixcache.client.lease import Lease, owner_of
 from prefixcache.client.messages import Call
 from prefixcache.client.results import ServerInfo
 from prefixcache.client.sequence_state import SequenceState, SequenceView
@@ -86,7 +87,7 @@ class Step(Generic[SequenceT]):
 
     def __init__(
         self,
-        owner: bytes,
+        lease: Lease,
         info: ServerInfo,
         make_sequence: Callable[[SequenceState], SequenceT],
         unanswered_ids: Set[int],
@@ -95,7 +96,7 @@ class Step(Generic[SequenceT]):
         self.sequence_ids: set[int] = set()
         self.was_sent = False
         self.error: PrefixCacheError | None = None
-        self._owner = owner
+        self._lease = lease
         self._info = info
         self._make_sequence = make_sequence
         self._batches: dict[str, Pending[Any]] = {}
@@ -107,14 +108,14 @@ class Step(Generic[SequenceT]):
     def free(self, sequences: Sequence[SequenceT]) -> Pending[list[ResultCode]]:
         """`Client.free`."""
         states = self._states("free", sequences)
-        return self._add("free", states, sequence_calls.free(self._owner, states))
+        return self._add("free", states, sequence_calls.free(self._lease.owner, states))
 
     def commit(
         self, sequences: Sequence[SequenceT], num_computed_tokens: npt.ArrayLike
     ) -> Pending[list[CommitResult]]:
         """`Client.commit`."""
         states = self._states("commit", sequences)
-        call = sequence_calls.commit(self._owner, states, num_computed_tokens)
+        call = sequence_calls.commit(self._lease.owner, states, num_computed_tokens)
         self._starts_at(lambda: [state.computed[0] for state in states])
         return self._add("commit", states, call)
 
@@ -130,7 +131,7 @@ class Step(Generic[SequenceT]):
         """`Client.append`."""
         states = self._states("append", sequences)
         call = sequence_calls.append(
-            self._owner, states, tokens, num_kv_valid, num_lookahead_tokens, extra_keys
+            self._lease.owner, states, tokens, num_kv_valid, num_lookahead_tokens, extra_keys
         )
         self._starts_at(lambda: [state.num_tokens for state in states])
         return self._add("append", states, call)
@@ -153,7 +154,7 @@ class Step(Generic[SequenceT]):
                 "allocates", f"a step makes at most {self._info.max_step_allocates} sequences"
             )
         call = sequence_calls.allocate(
-            self._owner,
+            self._lease.owner,
             self._info,
             tokens,
             extra_keys=extra_keys,
@@ -195,10 +196,10 @@ class Step(Generic[SequenceT]):
         for name in _BATCHES:
             if name in self._batches:
                 part = getattr(reply, name) if reply.HasField(name) else None
-                _give(self._batches[name], refused.get((name, 0)), part)
+                self._give(self._batches[name], refused.get((name, 0)), part)
         for index, pending in enumerate(self._allocates):
             part = reply.allocates[index] if index < len(reply.allocates) else None
-            _give(pending, refused.get(("allocates", index)), part)
+            self._give(pending, refused.get(("allocates", index)), part)
 
     def fail(self, error: PrefixCacheError) -> None:
         """No answer will come."""
@@ -212,6 +213,8 @@ class Step(Generic[SequenceT]):
         self._check_not_sent()
         if name in self._batches:
             raise FailedPreconditionError(f"the step has its {name} already")
+        if owner_of(sequences, self._lease) is not self._lease:
+            raise FailedPreconditionError("a sequence is not of the stream's session")
         states = [sequence._state for sequence in sequences]
         if not self.unanswered_ids.isdisjoint([state.sequence_id for state in states]):
             raise FailedPreconditionError("a sequence is in a step that has no answer yet")
@@ -230,11 +233,10 @@ class Step(Generic[SequenceT]):
         if self.was_sent:
             raise FailedPreconditionError("the step was sent before")
 
-
-def _give(pending: Pending[Any], status: bytes | None, reply: Any) -> None:
-    if status is not None:
-        pending.fail(from_status_message(status))
-    elif reply is None:
-        pending.fail(InternalError("the daemon's answer to the step lacks this call"))
-    else:
-        pending.answer(reply)
+    def _give(self, pending: Pending[Any], status: bytes | None, reply: Any) -> None:
+        if status is not None:
+            pending.fail(self._lease.failed(from_status_message(status)))
+        elif reply is None:
+            pending.fail(InternalError("the daemon's answer to the step lacks this call"))
+        else:
+            pending.answer(reply)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Self
 import numpy.typing as npt
 
 from prefixcache.client import attention_calls, sequence_calls
+from prefixcache.client.lease import Lease
 from prefixcache.client.sequence_state import SequenceState, SequenceView
 from prefixcache.client.tensors import TensorT
 from prefixcache.errors import PrefixCacheError
@@ -32,11 +33,13 @@ class Sequence(SequenceView):
 
     It knows where it stands, so no call takes a position. `with` frees it at the end, also after
     an error. Its properties are as of the last reply. Block ids change only in the reply to a
-    call on this sequence. Errors: as for `Client`, SequenceNotFoundError once it is freed.
+    call on this sequence. Errors: as for `Client`, SequenceNotFoundError once it is freed,
+    SessionLostError once its session is gone.
     """
 
-    def __init__(self, client: Client, state: SequenceState) -> None:
+    def __init__(self, client: Client, lease: Lease, state: SequenceState) -> None:
         self._client = client
+        self._lease = lease
         self._state = state
 
     def __enter__(self) -> Self:
@@ -76,9 +79,9 @@ class Sequence(SequenceView):
         SequenceBusyError or WrongPositionError.
         """
         call = sequence_calls.append_one(
-            self._client._owner, self._state, tokens, num_kv_valid, num_lookahead_tokens, extra_keys
+            self._lease.owner, self._state, tokens, num_kv_valid, num_lookahead_tokens, extra_keys
         )
-        return self._client._call(call, timeout_s)
+        return self._client._call(call, timeout_s, self._lease)
 
     def commit(self, num_computed_tokens: int, *, timeout_s: float | None = None) -> CommitResult:
         """So many more tokens have their K/V in all layers: full blocks become findable.
@@ -86,8 +89,8 @@ class Sequence(SequenceView):
         Only for a daemon without K/V storage, else StorageOwnedError. Raises
         BeyondTokensError, SequenceBusyError or WrongPositionError.
         """
-        call = sequence_calls.commit_one(self._client._owner, self._state, num_computed_tokens)
-        return self._client._call(call, timeout_s)
+        call = sequence_calls.commit_one(self._lease.owner, self._state, num_computed_tokens)
+        return self._client._call(call, timeout_s, self._lease)
 
     def fork(
         self,
@@ -102,16 +105,19 @@ class Sequence(SequenceView):
         Raises NotComputedError while tokens are left to compute, SequenceBusyError,
         WrongPositionError, RequestIdConflictError or DrainingError.
         """
-        call = sequence_calls.fork(self._client._owner, self._state, num_children, request_ids)
-        return [Sequence(self._client, child) for child in self._client._call(call, timeout_s)]
+        call = sequence_calls.fork(self._lease.owner, self._state, num_children, request_ids)
+        return [
+            Sequence(self._client, self._lease, child)
+            for child in self._client._call(call, timeout_s, self._lease)
+        ]
 
     def truncate(self, num_tokens: int, *, timeout_s: float | None = None) -> tuple[int, ...]:
         """Keep the first `num_tokens` (1 to the present length); all lookahead goes.
 
         Returns the block ids dropped, in table order. Raises SequenceBusyError.
         """
-        call = sequence_calls.truncate(self._client._owner, self._state, num_tokens)
-        return self._client._call(call, timeout_s)
+        call = sequence_calls.truncate(self._lease.owner, self._state, num_tokens)
+        return self._client._call(call, timeout_s, self._lease)
 
     def free(self, *, timeout_s: float | None = None) -> None:
         """Give the blocks back; full ones stay findable. Once freed, or unknown to the daemon,
@@ -131,9 +137,9 @@ class Sequence(SequenceView):
     ) -> TensorT:
         """`Client.prefill` of this sequence alone, with all T tokens of q."""
         call = attention_calls.prefill(
-            self._client._owner, layer, [self._state], None, (q, k, v), options
+            self._lease.owner, layer, [self._state], None, (q, k, v), options
         )
-        return self._client._call(call, timeout_s)
+        return self._client._call(call, timeout_s, self._lease)
 
     def decode(
         self,
@@ -147,6 +153,6 @@ class Sequence(SequenceView):
     ) -> TensorT:
         """`Client.decode` of this sequence alone, with all T tokens of q."""
         call = attention_calls.decode(
-            self._client._owner, layer, [self._state], None, (q, k, v), options
+            self._lease.owner, layer, [self._state], None, (q, k, v), options
         )
-        return self._client._call(call, timeout_s)
+        return self._client._call(call, timeout_s, self._lease)

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Generic
 
-from prefixcache.client.lost_requests import LostRequests
+from prefixcache.client.lease import Lease
 from prefixcache.client.results import ServerInfo
 from prefixcache.client.sequence_state import SequenceState
 from prefixcache.client.step import SequenceT, Step
@@ -20,26 +20,25 @@ from prefixcache.errors import FailedPreconditionError, PrefixCacheError
 class UnansweredSteps(Generic[SequenceT]):
     """Makes the steps of a stream and gives them their answers, or the error that ended it.
 
-    lost: gets the retry keys of what the steps without an answer may have made.
+    lease: owner of all their sequences. It gets the retry keys of what the steps without an answer
+        may have made.
     """
 
     def __init__(
         self,
-        owner: bytes,
+        lease: Lease,
         info: ServerInfo,
-        lost: LostRequests,
         make_sequence: Callable[[SequenceState], SequenceT],
     ) -> None:
-        self._owner = owner
+        self._lease = lease
         self._info = info
-        self._lost = lost
         self._make_sequence = make_sequence
         self._steps: deque[Step[SequenceT]] = deque()
         self._sequence_ids: set[int] = set()
         self._error: PrefixCacheError | None = None
 
     def new_step(self) -> Step[SequenceT]:
-        return Step(self._owner, self._info, self._make_sequence, self._sequence_ids)
+        return Step(self._lease, self._info, self._make_sequence, self._sequence_ids)
 
     def request_of(self, step: Step[SequenceT]) -> Any:
         """The twin message of a step that is sent now."""
@@ -77,6 +76,6 @@ class UnansweredSteps(Generic[SequenceT]):
         self._error = self._error or error
         for step in self._steps:
             step.fail(self._error)
-            self._lost.add(step.request_ids)
+            self._lease.lost_requests.add(step.request_ids)
         self._steps.clear()
         self._sequence_ids.clear()

@@ -22,5 +22,6 @@ def client_kind(request: pytest.FixtureRequest) -> Any:
 
 @pytest.fixture
 def client(client_kind: str, fake: FakeDaemon) -> Iterator[Any]:
-    with open_client(client_kind, fake.target) as opened:
+    """Without a session, so that nothing but its calls reaches the fake daemon."""
+    with open_client(client_kind, fake.target, session_ttl_s=None) as opened:
         yield opened

@@ -13,10 +13,11 @@ import grpc
 
 from prefixcache.errors import PrefixCacheError
 from prefixcache.rpc import wire
-from prefixcache.rpc._pb import cache_pb2
+from prefixcache.rpc._pb import cache_pb2, session_pb2
 from prefixcache.rpc.status import to_status
 
 BOOT_ID = bytes(range(16))
+SESSION_ID = bytes(range(24))
 FINGERPRINT = bytes(range(32))
 BLOCK_SIZE = 4
 NUM_LAYERS = 2
@@ -132,6 +133,12 @@ def _bytes(reply: Any) -> bytes:
 def _default(method: wire.Method, request: Any) -> Any:
     if method.name == "GetServerInfo":
         return info_reply()
+    if method.name == "OpenSession":
+        return session_pb2.OpenSessionResponse(
+            session_id=SESSION_ID, ttl_s=request.ttl_s, boot_id=BOOT_ID
+        )
+    if method.name == "KeepAlive":
+        return session_pb2.KeepAliveResponse(ttl_s=60.0, boot_id=BOOT_ID)
     if method.name == "Free":
         num_rows = len(request.sequence_ids) + len(request.request_ids)
         return cache_pb2.FreeResponse(result_codes=[1] * num_rows)

@@ -61,9 +61,10 @@ def test_a_sequence_whose_opening_is_cancelled_is_freed(running: RunningDaemon) 
             async with client.sequence(PROMPT):
                 raise AssertionError
 
+        await (await client.sequence(PROMPT)).free()
         await cancel_while_the_daemon_works(running, use())
         await until_free(running)
-        assert running.daemon.sequences.counters.requests == 1
+        assert running.daemon.sequences.counters.requests == 2
 
     run(running, main)
 

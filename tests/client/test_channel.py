@@ -55,13 +55,16 @@ def _call_everything(client, fake) -> None:
     sequence.free()
     client.stats()
     client.list_sequences()
+    client.list_sessions()
     client.reset_cache()
     with client.steps() as steps:
         steps.run(steps.new_step())
 
 
 def test_every_rpc_is_classified_as_safe_to_repeat_or_not():
-    assert REPEATABLE | {"ResetCache", "Step"} == {method.name for method in wire.methods()}
+    assert REPEATABLE | {"ResetCache", "Step", "KeepAlive"} == {
+        method.name for method in wire.methods()
+    }
     (config,) = json.loads(service_config())["methodConfig"]
     assert {name["method"] for name in config["name"]} == REPEATABLE
     assert config["retryPolicy"]["retryableStatusCodes"] == ["UNAVAILABLE"]
@@ -73,6 +76,7 @@ def test_calls_that_are_safe_to_repeat_are_while_the_daemon_is_unavailable(clien
     with open_client(client_kind, fake.target) as client:
         _call_everything(client, fake)
     attempts = {method: len(requests) for method, requests in fake.requests.items()}
+    attempts.pop("KeepAlive", None)  # from a thread or task of its own
     assert attempts == dict.fromkeys(REPEATABLE, 2) | {"ResetCache": 1, "Step": 1}
     for method in REPEATABLE:
         first, *others = fake.raw[method]
@@ -145,10 +149,14 @@ def test_a_call_ends_at_the_deadline_of_the_client(client_kind, fake):
 def test_every_call_has_a_deadline_of_its_own_or_the_one_of_the_client(client_kind, fake):
     with open_client(client_kind, fake.target, timeout_s=77.0) as client:
         _call_everything(client, fake)
-    assert set(fake.deadlines_s) == {method.name for method in wire.methods()}
+    # From a thread or task of its own, without a limit, as long as the session lives.
+    fake.deadlines_s.pop("KeepAlive", None)
+    assert set(fake.deadlines_s) == {method.name for method in wire.methods()} - {"KeepAlive"}
     # A stream lives as long as its engine; each wait on it has its own limit.
     (of_the_stream,) = fake.deadlines_s.pop("Step")
     assert of_the_stream > 1e9
+    (of_the_end,) = fake.deadlines_s.pop("CloseSession")
+    assert 0 < of_the_end < 2, "the daemon may be gone, and a client closes all the same"
     assert all(60 < deadline < 78 for [deadline] in fake.deadlines_s.values())
 
 

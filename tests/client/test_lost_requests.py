@@ -59,7 +59,7 @@ def assert_nothing_is_held(running: RunningDaemon) -> None:
 
 def test_a_sequence_made_after_the_deadline_is_freed_ahead_of_the_next_call(client_kind, running):
     with open_client(client_kind, running.target) as client:
-        client.server_info()
+        client.sequence([1]).free()
         too_late(running, lambda: client.sequence(PROMPT, timeout_s=0.5))
         client.lookup(PROMPT)
         assert_nothing_is_held(running)
@@ -67,7 +67,7 @@ def test_a_sequence_made_after_the_deadline_is_freed_ahead_of_the_next_call(clie
 
 def test_the_room_of_a_lost_sequence_is_there_for_the_same_call_once_more(client_kind, running):
     with open_client(client_kind, running.target) as client:
-        client.server_info()
+        client.sequence([1]).free()
         whole_pool = range(16 * 4)
         too_late(running, lambda: client.sequence(whole_pool, timeout_s=0.5))
         with client.sequence(whole_pool):
@@ -87,7 +87,7 @@ def test_children_made_after_the_deadline_are_freed(client_kind, running):
 
 def test_closing_the_client_frees_what_is_lost(client_kind, running):
     with open_client(client_kind, running.target) as client:
-        client.server_info()
+        client.sequence([1]).free()
         too_late(running, lambda: client.sequence(PROMPT, timeout_s=0.5))
     assert_nothing_is_held(running)
 
@@ -95,7 +95,7 @@ def test_closing_the_client_frees_what_is_lost(client_kind, running):
 def test_what_the_caller_named_is_the_callers_to_ask_for_again(client_kind, running):
     live = running.daemon.sequences.live
     with open_client(client_kind, running.target) as client:
-        client.server_info()
+        client.sequence([1]).free()
         too_late(running, lambda: client.sequence(PROMPT, request_id="mine", timeout_s=0.5))
         client.stats()
         assert len(live) == 1

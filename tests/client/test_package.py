@@ -35,6 +35,7 @@ PUBLIC = {
     "Sequence",
     "SequenceInfo",
     "ServerInfo",
+    "SessionInfo",
     "Step",
     "StepStream",
     "__version__",

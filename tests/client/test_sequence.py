@@ -97,7 +97,7 @@ def test_arguments_of_a_sequence_reach_the_daemon(client, fake):
 
 def test_clients_are_different_owners_and_requests_have_different_names(client_kind, fake):
     for _ in range(2):
-        with open_client(client_kind, fake.target) as client:
+        with open_client(client_kind, fake.target, session_ttl_s=None) as client:
             client.sequence([1])
             client.sequence([1])
     owners = [request.owner for request in fake.requests["Allocate"]]

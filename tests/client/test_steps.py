@@ -489,7 +489,7 @@ def test_a_stream_too_many_is_refused_at_its_first_answer(real):
 
 def test_a_daemon_that_is_not_there_breaks_the_stream(client_kind, tmp_path):
     address = f"unix:{tmp_path / 'd.sock'}"
-    with open_client(client_kind, address) as client:
+    with open_client(client_kind, address, session_ttl_s=None) as client:
         with pytest.raises(UnavailableError):
             client.steps()
         with fake_daemon(address):

@@ -121,9 +121,10 @@ def test_columns_are_little_endian(values):
 
 def test_methods_name_every_rpc_with_its_messages():
     found = {method.path: method for method in wire.methods()}
-    assert len(found) == 14
+    assert len(found) == 18
     assert [path for path, method in found.items() if method.is_stream] == [
-        "/prefixcache.v1.PrefixCacheService/Step"
+        "/prefixcache.v1.PrefixCacheService/Step",
+        "/prefixcache.v1.SessionService/KeepAlive",
     ]
     lookup = found["/prefixcache.v1.PrefixCacheService/Lookup"]
     assert lookup.request is cache_pb2.LookupRequest
@@ -132,6 +133,7 @@ def test_methods_name_every_rpc_with_its_messages():
         "prefixcache.v1.AdminService",
         "prefixcache.v1.AttentionService",
         "prefixcache.v1.PrefixCacheService",
+        "prefixcache.v1.SessionService",
     ]
 
 
