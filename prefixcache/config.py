@@ -350,7 +350,7 @@ class SessionSection(Section):
     max_session_ttl: float = _setting(
         3600.0, "Longest TTL that a session may ask for.", unit="seconds", ge=1, le=_MAX_SECONDS
     )
-    max_sequences_per_session: int = _setting(
+    max_sequences: int = _setting(
         16384, "Most sequences of one session.", unit="sequences", ge=1, le=2**31 - 1
     )
     reconnect_grace: float = _setting(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -17,7 +18,12 @@ from prefixcache.core import growth
 from prefixcache.core.pool import PLAIN, Pool
 from prefixcache.core.sequence import Sequence
 from prefixcache.core.sessions import Session, SessionLimits, Sessions, is_session_id
-from prefixcache.errors import SequenceBusyError, SequenceNotFoundError, TooManySequencesError
+from prefixcache.errors import (
+    RequestIdConflictError,
+    SequenceBusyError,
+    SequenceNotFoundError,
+    TooManySequencesError,
+)
 from prefixcache.types import SequenceId
 
 
@@ -114,13 +120,28 @@ class LiveSequences:
         if not is_session_id(owner) or owner in self.sessions:
             self.touch(owner)
 
-    def check_can_add(self, owner: bytes, count: int) -> None:
-        """Raises TooManySequencesError if a session would have more sequences than it may."""
+    def check_can_add(self, owner: bytes, request_ids: Rows[str]) -> None:
+        """Whether a session may have one more sequence for each of these retry keys.
+
+        Raises RequestIdConflictError for the key of a sequence that has ended, and
+        TooManySequencesError.
+        """
+        if not is_session_id(owner):
+            return
+        ended = self.sessions.find(owner).ended_requests
+        for request_id in request_ids:
+            if request_id in ended:
+                raise RequestIdConflictError(request_id)
         limit = self.sessions.limits.max_sequences
         record = self._session_owners.get(owner)
         held = len(record.sequences) if record is not None else 0
-        if is_session_id(owner) and held + count > limit:
+        if held + len(request_ids) > limit:
             raise TooManySequencesError(limit)
+
+    def request_ended(self, owner: bytes, request_id: str) -> None:
+        """In a session: a request of this key that comes later makes no sequence."""
+        if request_id and is_session_id(owner) and owner in self.sessions:
+            self.sessions.find(owner).request_ended(request_id)
 
     def get(self, owner: bytes, sequence_id: int) -> Sequence | None:
         """None also for a sequence of another owner."""
@@ -176,6 +197,7 @@ class LiveSequences:
         del owner.sequences[sequence.sequence_id]
         if sequence.request_id:
             del owner.requests[sequence.request_id]
+            self.request_ended(sequence.owner, sequence.request_id)
         if not owner.sequences:
             del owners[sequence.owner]
         self._dying[sequence.sequence_id] = sequence

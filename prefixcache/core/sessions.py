@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import secrets
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from prefixcache.errors import (
     RequestIdConflictError,
@@ -24,6 +24,8 @@ from prefixcache.errors import (
 )
 
 SESSION_ID_BYTES = 24
+MAX_ENDED_REQUESTS = 16384
+"""Retry keys of sequences that have ended, which a session remembers."""
 _DIGEST_CHARS = 16
 
 
@@ -43,6 +45,8 @@ class Session:
 
     stream: number of its KeepAlive stream; None if there is none now.
     broken_at_s: when its last stream broke; None while one is there, and before the first one.
+    ended_requests: retry keys whose sequences have ended, or that were freed before they came. A
+        late copy of such a request would make a sequence that nobody knows of.
     """
 
     session_id: bytes
@@ -54,10 +58,17 @@ class Session:
     expires_at_s: float
     stream: int | None = None
     broken_at_s: float | None = None
+    ended_requests: dict[str, None] = field(default_factory=dict)
 
     @property
     def digest(self) -> str:
         return owner_digest(self.session_id)
+
+    def request_ended(self, request_id: str) -> None:
+        """No request of this key makes a sequence any more. The oldest keys are forgotten."""
+        self.ended_requests[request_id] = None
+        if len(self.ended_requests) > MAX_ENDED_REQUESTS:
+            del self.ended_requests[next(iter(self.ended_requests))]
 
 
 def is_session_id(owner: bytes) -> bool:

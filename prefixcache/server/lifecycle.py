@@ -104,7 +104,7 @@ def _make_daemon(config: ServeConfig) -> Daemon:
         SessionLimits(
             max_sessions=config.sessions.max_sessions,
             max_ttl_s=config.sessions.max_session_ttl,
-            max_sequences=config.sessions.max_sequences_per_session,
+            max_sequences=config.sessions.max_sequences,
             reconnect_grace_s=config.sessions.reconnect_grace,
         ),
     )

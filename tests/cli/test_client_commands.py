@@ -44,6 +44,10 @@ INFO = ServerInfo(
     model_name="",
     model_revision="r1",
     owner_ttl_s=600.0,
+    max_sessions=256,
+    max_session_ttl_s=3600.0,
+    max_sequences_per_session=16384,
+    reconnect_grace_s=0.5,
     core="native",
 )
 STATS = PoolStats(

@@ -17,6 +17,7 @@ from prefixcache.core.hashing import HASH_ALGORITHMS, HashAlgorithm, Hasher
 from prefixcache.core.pool import Pool
 from prefixcache.core.sequence import AppendRow, AttentionTicket, CommitRow
 from prefixcache.core.sequences import Sequences
+from prefixcache.core.sessions import SessionLimits
 from prefixcache.errors import PrefixCacheError
 from prefixcache.types import (
     NO_EXTRA_KEYS,
@@ -63,6 +64,7 @@ class Manager:
         verify_hits: bool = False,
         algorithm: HashAlgorithm = HASH_ALGORITHMS["sha256_cbor"],
         owner_ttl_s: float = 600.0,
+        session_limits: SessionLimits | None = None,
     ) -> None:
         self.clock_s = 0.0
         self.pool = Pool(num_blocks, block_size, verify_hits, algorithm.digest_bytes)
@@ -72,6 +74,7 @@ class Manager:
             num_layers=num_layers,
             caching=caching,
             owner_ttl_s=owner_ttl_s,
+            session_limits=session_limits,
             clock=lambda: self.clock_s,
         )
         self.num_layers = num_layers

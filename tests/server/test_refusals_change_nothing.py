@@ -32,7 +32,7 @@ from tests.support.stubs import (
     Peer,
     Refused,
     Row,
-    StepCall,
+    StreamCall,
     Stubs,
     connected,
     refusals,
@@ -79,7 +79,7 @@ class Refusal:
 class World:
     """A daemon, two owners, and what a history did to it."""
 
-    def __init__(self, daemon: Daemon, stubs: Stubs, stream: StepCall) -> None:
+    def __init__(self, daemon: Daemon, stubs: Stubs, stream: StreamCall) -> None:
         self.daemon = daemon
         self.stubs = stubs
         self.stream = stream

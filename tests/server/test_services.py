@@ -45,6 +45,7 @@ from tests.support.stubs import TIMEOUT_S, Peer, Stubs, connected
 LAYOUT = KVLayout(2, 1, 8, 4, "bfloat16")
 SERVICES = [
     "prefixcache.v1.AdminService",
+    "prefixcache.v1.SessionService",
     "prefixcache.v1.AttentionService",
     "prefixcache.v1.PrefixCacheService",
 ]

@@ -23,7 +23,7 @@ from tests.support.stubs import (
     Peer,
     Refused,
     Row,
-    StepCall,
+    StreamCall,
     Stubs,
     connected,
     read_append,
@@ -53,7 +53,7 @@ def peer(stubs: Stubs) -> Peer:
 
 
 @pytest.fixture
-def steps(stubs: Stubs) -> Iterator[StepCall]:
+def steps(stubs: Stubs) -> Iterator[StreamCall]:
     with stubs.steps() as steps:
         yield steps
 
@@ -79,7 +79,7 @@ def state(running: RunningDaemon) -> dict[str, Any]:
 # ---- one step
 
 
-def test_a_step_answers_each_of_its_calls(peer: Peer, steps: StepCall) -> None:
+def test_a_step_answers_each_of_its_calls(peer: Peer, steps: StreamCall) -> None:
     first, second = (peer.allocate(range(6)).sequence_id for _ in range(2))
     reply = steps.run(
         StepRequest(
@@ -103,7 +103,7 @@ def test_a_step_answers_each_of_its_calls(peer: Peer, steps: StepCall) -> None:
 
 
 def test_an_absent_call_has_no_answer_and_an_empty_step_an_empty_one(
-    peer: Peer, steps: StepCall
+    peer: Peer, steps: StreamCall
 ) -> None:
     assert steps.run(StepRequest()) == cache_pb2.StepResponse()
     assert steps.run(b"") == cache_pb2.StepResponse()
@@ -112,7 +112,7 @@ def test_an_absent_call_has_no_answer_and_an_empty_step_an_empty_one(
     assert not reply.HasField("commit") and not reply.HasField("append")
 
 
-def test_what_a_step_frees_is_room_for_its_new_sequences(peer: Peer, steps: StepCall) -> None:
+def test_what_a_step_frees_is_room_for_its_new_sequences(peer: Peer, steps: StreamCall) -> None:
     whole_pool = range(16 * 4)
     held_id = peer.allocate(whole_pool).sequence_id
     reply = steps.run(
@@ -143,7 +143,7 @@ def test_what_a_step_commits_lets_go_of_the_source_of_a_copy() -> None:
             assert not reply.errors and reply.allocates[0].sequence_id
 
 
-def test_what_a_step_appends_is_not_there_for_its_commit(peer: Peer, steps: StepCall) -> None:
+def test_what_a_step_appends_is_not_there_for_its_commit(peer: Peer, steps: StreamCall) -> None:
     sequence_id = peer.allocate(range(6)).sequence_id
     reply = steps.run(
         StepRequest(
@@ -180,7 +180,7 @@ def alone(peer: Peer, name: str, request: Any) -> Refused:
 
 
 def test_a_refused_call_says_what_it_would_have_said_alone(
-    running: RunningDaemon, peer: Peer, steps: StepCall
+    running: RunningDaemon, peer: Peer, steps: StreamCall
 ) -> None:
     peer.allocate(range(40))
     sequence_id = peer.allocate([1], request_id="mine").sequence_id
@@ -225,7 +225,7 @@ def test_a_refused_call_says_what_it_would_have_said_alone(
 
 @pytest.mark.parametrize("refused", ["free", "commit", "append", "allocates"])
 def test_a_refused_call_leaves_the_others_of_its_step_alone(
-    refused: str, peer: Peer, steps: StepCall
+    refused: str, peer: Peer, steps: StreamCall
 ) -> None:
     first, second = (peer.allocate(range(6)).sequence_id for _ in range(2))
     request = StepRequest(
@@ -253,7 +253,7 @@ def test_a_refused_call_leaves_the_others_of_its_step_alone(
     assert peer.free(second) == [OK if refused == "free" else NOT_FOUND]
 
 
-def test_rows_are_refused_as_those_of_the_calls_alone_are(peer: Peer, steps: StepCall) -> None:
+def test_rows_are_refused_as_those_of_the_calls_alone_are(peer: Peer, steps: StreamCall) -> None:
     sequence_id = peer.allocate(range(6)).sequence_id
     reply = steps.run(
         StepRequest(
@@ -316,7 +316,7 @@ def test_a_step_sent_twice_is_done_once_and_answered_twice(
 # ---- many steps
 
 
-def test_steps_sent_ahead_are_answered_in_order(peer: Peer, steps: StepCall) -> None:
+def test_steps_sent_ahead_are_answered_in_order(peer: Peer, steps: StreamCall) -> None:
     sequence_id = peer.allocate([0]).sequence_id
     for position in range(1, 41):
         steps.send(StepRequest(append=peer.append_request([Row(sequence_id, position, (7,))])))
@@ -408,11 +408,11 @@ def test_one_stream_too_many_is_refused_and_takes_no_place(stubs: Stubs) -> None
         assert places(stubs, first) == MAX_STREAMS
 
 
-def places(stubs: Stubs, *open_streams: StepCall) -> int:
+def places(stubs: Stubs, *open_streams: StreamCall) -> int:
     """How many streams there can be, those that are open included."""
     for steps in open_streams:
         steps.run(StepRequest())
-    own: list[StepCall] = []
+    own: list[StreamCall] = []
     contexts = []
     try:
         while True:

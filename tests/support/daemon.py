@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from prefixcache.core.sessions import SessionLimits
 from prefixcache.server.daemon import CacheOptions, Daemon, LimitOptions, ModelOptions
 from prefixcache.server.rpc_server import MAX_STEP_STREAMS, RpcServer
+from prefixcache.server.sweeper import Sweeper
 
 
 @dataclass(frozen=True)
@@ -18,17 +21,29 @@ class RunningDaemon:
     daemon: Daemon
     server: RpcServer
 
+    def sweep(self) -> None:
+        """What the daemon does four times a second."""
+        sweeper(self).sweep()
+
+
+def sweeper(running: RunningDaemon) -> Sweeper:
+    daemon, server = running.daemon, running.server
+    return Sweeper(daemon.sequences, 600.0, server.cut_stale_streams, clock=daemon.clock)
+
 
 @contextmanager
 def running_daemon(
     cache: CacheOptions,
     model: ModelOptions | None = None,
     limits: LimitOptions | None = None,
+    session_limits: SessionLimits | None = None,
     *,
     max_workers: int = 8,
     max_step_streams: int = MAX_STEP_STREAMS,
+    clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[RunningDaemon]:
-    daemon = Daemon(cache, model, limits)
+    """Nothing sweeps it but `RunningDaemon.sweep`."""
+    daemon = Daemon(cache, model, limits, session_limits, clock=clock)
     server = RpcServer(daemon, max_workers=max_workers, max_step_streams=max_step_streams)
     with tempfile.TemporaryDirectory() as folder:
         target = server.listen(f"unix:{Path(folder) / 'prefixcache.sock'}")

@@ -74,7 +74,7 @@ class Refused(PartRefused):
 
 
 class Stubs:
-    """Every RPC of every service over one channel; `steps` opens the one that is a stream."""
+    """Every RPC of every service over one channel; `stream` opens those that are streams."""
 
     def __init__(self, channel: grpc.Channel) -> None:
         self.channel = channel
@@ -113,15 +113,22 @@ class Stubs:
         raise AssertionError(f"{name} was not refused: {reply}")
 
     @contextmanager
-    def steps(self, timeout_s: float = TIMEOUT_S) -> Iterator[StepCall]:
+    def steps(self, timeout_s: float = TIMEOUT_S) -> Iterator[StreamCall]:
         """An open Step stream, half-closed at the end."""
-        stream = self.channel.stream_stream(
-            STREAMS["Step"].path,
+        with self.stream("Step", timeout_s) as call:
+            yield call
+
+    @contextmanager
+    def stream(self, name: str, timeout_s: float = TIMEOUT_S) -> Iterator[StreamCall]:
+        """An open stream of that RPC, half-closed at the end."""
+        method = STREAMS[name]
+        open_stream = self.channel.stream_stream(
+            method.path,
             request_serializer=_bytes_of,
-            response_deserializer=STREAMS["Step"].response.FromString,
+            response_deserializer=method.response.FromString,
         )
         messages: SimpleQueue[Message | bytes | None] = SimpleQueue()
-        call = StepCall(messages, stream(iter(messages.get, None), timeout=timeout_s))
+        call = StreamCall(messages, open_stream(iter(messages.get, None), timeout=timeout_s))
         try:
             yield call
         finally:
@@ -146,8 +153,8 @@ class Stubs:
         return reply
 
 
-class StepCall:
-    """One Step stream: what is sent, and the replies in order."""
+class StreamCall:
+    """One stream: what is sent, and the replies in order."""
 
     def __init__(self, messages: SimpleQueue[Message | bytes | None], replies: Any) -> None:
         self._messages = messages
@@ -156,15 +163,14 @@ class StepCall:
     def send(self, request: Message | bytes) -> None:
         self._messages.put(request)
 
-    def receive(self) -> cache_pb2.StepResponse:
+    def receive(self) -> Any:
         """The next reply. Raises Refused; StopIteration if the stream has ended well."""
         try:
-            reply: cache_pb2.StepResponse = next(self.replies)
+            return next(self.replies)
         except grpc.RpcError as error:
             raise Refused(error) from error
-        return reply
 
-    def run(self, request: Message | bytes) -> cache_pb2.StepResponse:
+    def run(self, request: Message | bytes) -> Any:
         self.send(request)
         return self.receive()
 

@@ -1,0 +1,16 @@
+"""Waits for what another process or thread does, without a limit that a slow machine would miss."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+WAIT_S = 20.0
+"""Only a test that fails waits this long."""
+
+
+def until(condition: Callable[[], object], timeout_s: float = WAIT_S) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s, "it has not come to that"
+        time.sleep(0.01)
