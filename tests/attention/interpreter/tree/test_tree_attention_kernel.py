@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
+from triton.runtime import interpreter
 
 from prefixcache.attention import paged_attention as paged_module
 from prefixcache.attention import selection
@@ -18,6 +19,7 @@ from prefixcache.attention.selection import Tiles, TreePlan
 from prefixcache.attention.tree_attention import launch_tree, upload_work
 from prefixcache.attention.tree_work import ItemLimits
 from prefixcache.types import AttentionOptions
+from tests.attention.interpreter.paged.test_paged_attention_kernel import addresses
 from tests.attention.paged_cases import DTYPES, OPTIONS, STORED, PagedCase, Stored, make_case
 from tests.attention.shared_cases import Sharing, share, sharings, with_sharing
 from tests.support.tolerances import assert_close, is_close
@@ -166,6 +168,39 @@ def test_one_wrong_block_of_a_run_is_far_outside_the_tolerance(dtype: torch.dtyp
     assert is_close(run(case), exact)
     for row in (slice(0, 1), slice(1, 2)):
         assert not is_close(run(wrong)[row], exact[row])
+
+
+def test_of_the_pool_what_is_used_is_read_and_nothing_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And all outputs are written, none of them twice."""
+    case = share(make_case(CONTEXTS, QUERIES, head_dim=20, block_size=3, group=3), TRIE)
+    read, written = set[int](), list[int]()
+    builder = interpreter.InterpreterBuilder
+    load, store = builder.create_masked_load, builder.create_masked_store
+
+    def masked_load(self, pointers, mask, *rest):
+        read.update(pointers.data[mask.data].tolist())
+        return load(self, pointers, mask, *rest)
+
+    def masked_store(self, pointers, value, mask, *rest):
+        written.extend(pointers.data[mask.data].tolist())
+        return store(self, pointers, value, mask, *rest)
+
+    monkeypatch.setattr(builder, "create_masked_load", masked_load)
+    monkeypatch.setattr(builder, "create_masked_store", masked_store)
+    out = run(case)
+    assert len(set(written)) == len(written)  # no two programs race
+    assert set(written) >= addresses(out)
+    used = set[int]()
+    for row, num_tokens in enumerate(case.batch.seq_lens.tolist()):
+        if QUERIES[row] > 0:
+            for position in range(num_tokens):
+                block, offset = case.tables[row][position // 3], position % 3
+                used |= addresses(case.cache.keys[block, :, offset])
+                used |= addresses(case.cache.values[block, :, offset])
+    pool = addresses(case.cache.keys) | addresses(case.cache.values)
+    assert read & pool == used
 
 
 def test_the_launcher_takes_it_where_blocks_are_shared_and_makes_the_work_list_once(
