@@ -56,7 +56,7 @@ def test_every_key_of_every_query_is_in_one_item(
     slots: list[list[int]] = [[] for _ in range(num_tokens)]
     for sequence, start, seen_by_all, end, first, stop, slot in items_of(work):
         assert start <= seen_by_all <= end
-        assert start < end
+        assert start < end <= work.positions[stop - 1] + 1  # no key that no query sees
         tokens = work.query_tokens[first:stop].tolist()
         for index, token in enumerate(tokens):
             owner = int(np.searchsorted(batch.query_start, token, "right")) - 1
