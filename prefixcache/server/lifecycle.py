@@ -5,6 +5,7 @@ The only part of the server that sees the configuration, the environment and sig
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -54,6 +55,7 @@ def run(config: ServeConfig) -> int:
         server = RpcServer(daemon, max_workers=config.network.max_workers)
         addresses = config.network.addresses or (default_listen_address(os.environ),)
         bound = [_listen(server, address, resources) for address in addresses]
+        _settle_objects()
         server.start()
         sweeper = Sweeper(daemon.sequences, config.cache.owner_ttl, server.cut_stale_streams)
         sweeper.start()
@@ -187,6 +189,16 @@ def _num_blocks(config: ServeConfig, model: ModelOptions) -> int:
 
         free_gpu_bytes = torch.cuda.mem_get_info()[0]
     return num_blocks_for_memory(model.layout, config.pool.memory_bytes(free_gpu_bytes))
+
+
+def _settle_objects() -> None:
+    """Take what was imported and made so far out of the cyclic collector's sight.
+
+    With torch these are 200,000 objects, for which a full collection stops all calls: measured on
+    a busy core, for 0.4 s. Without them it is 1.5 ms for 4,000 sequences.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def _listen(server: RpcServer, address: Address, resources: ExitStack) -> str:
