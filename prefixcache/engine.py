@@ -6,7 +6,7 @@ keep the blocks in place. Safe to call from many threads.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TypeAlias
 
 import numpy as np
@@ -19,13 +19,13 @@ from prefixcache.attention.decode import decode
 from prefixcache.attention.prefill import prefill
 from prefixcache.attention.step_batches import StepBatches
 from prefixcache.attention.write_kv import write_kv
-from prefixcache.core.sequence import AppendRow
+from prefixcache.core.append_batch import AppendBatch, AppendedBatch
 from prefixcache.core.sequences import Sequences
 from prefixcache.errors import InvalidArgumentError
 from prefixcache.storage.kv_cache import KVCache
 from prefixcache.storage.layout import Layout
 from prefixcache.storage.pool_memory import PoolMemory
-from prefixcache.types import AppendResult, AttentionOptions, HostTensor
+from prefixcache.types import AttentionOptions, HostTensor
 
 Attend = Callable[[torch.Tensor, KVCache, AttentionBatch, AttentionOptions], torch.Tensor]
 Columns: TypeAlias = tuple[list[int], list[int], list[int]]
@@ -42,14 +42,14 @@ class Engine:
         self._batches = StepBatches(memory.layout.block_size)
         self.memory = memory
 
-    def append(self, owner: bytes, rows: Sequence[AppendRow]) -> list[AppendResult]:
+    def append(self, owner: bytes, batch: AppendBatch) -> AppendedBatch:
         """`Sequences.append`, with the copies made before it returns."""
         with self._sequences.lock:
-            results = self._sequences.append(owner, rows)
-            applied = [
-                row.sequence_id for row, result in zip(rows, results, strict=True) if result.copies
-            ]
-            ticket = self._sequences.begin_copies(owner, applied) if applied else None
+            appended = self._sequences.append(owner, batch)
+            ticket = None
+            if appended.copy_sources:
+                copied = batch.sequence_ids[np.frombuffer(appended.num_copies, dtype=np.uint32) > 0]
+                ticket = self._sequences.begin_copies(owner, copied.tolist())
         if ticket is not None:
             try:
                 spans = self.memory.spans
@@ -62,7 +62,7 @@ class Engine:
             finally:
                 with self._sequences.lock:
                     self._sequences.end_copies(ticket)
-        return results
+        return appended
 
     def prefill(
         self,

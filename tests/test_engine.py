@@ -10,6 +10,7 @@ import torch
 
 from prefixcache import engine
 from prefixcache.attention.batch import AttentionBatch
+from prefixcache.core.append_batch import AppendBatch
 from prefixcache.core.sequence import AppendRow
 from prefixcache.server.daemon import CacheOptions, Daemon, ModelOptions
 from prefixcache.storage.layout import KVLayout
@@ -65,7 +66,8 @@ def attend(daemon: Daemon, name: str, layer: int, rows: list[tuple[int, int, int
 
 def append(daemon: Daemon, sequence_id: int, start: int) -> None:
     assert daemon.engine is not None
-    daemon.engine.append(OWNER, [AppendRow(sequence_id, start, np.array([9], np.uint32))])
+    row = AppendRow(sequence_id, start, np.array([9], np.uint32))
+    daemon.engine.append(OWNER, AppendBatch.of([row]))
 
 
 def test_the_layers_of_a_step_share_one_batch(
@@ -107,7 +109,8 @@ def test_a_block_that_was_copied_is_read_at_its_new_place_by_the_same_call_again
     with daemon.sequences.lock:
         daemon.sequences.truncate(OWNER, sequence_id, 8, 5)
     tokens = np.array([5, 6, 70], np.uint32)
-    (result,) = daemon.engine.append(OWNER, [AppendRow(sequence_id, 5, tokens)])
+    batch = AppendBatch.of([AppendRow(sequence_id, 5, tokens)])
+    (result,) = daemon.engine.append(OWNER, batch).results()
     (copy,) = result.copies
     for layer in LAYERS:
         attend(daemon, "prefill", layer, [(sequence_id, 5, 3)])

@@ -18,6 +18,7 @@ import numpy as np
 from prefixcache.bench.block_manager import make_block_manager
 from prefixcache.bench.measure import Laps
 from prefixcache.bench.prompts import Prompts
+from prefixcache.core.append_batch import AppendBatch
 from prefixcache.core.hashing import HASH_ALGORITHMS, HashAlgorithm
 from prefixcache.core.pool import Pool
 from prefixcache.core.sequence import AppendRow, CommitRow
@@ -127,12 +128,14 @@ class CacheUnderTest:
     def _step(self, batch: list[Grower]) -> None:
         """Append a token to each, and commit it."""
         sequences, owner, count = self._sequences, self._owner, len(batch)
-        rows = [AppendRow(one.sequence_id, one.num_tokens, _ONE_TOKEN) for one in batch]
+        rows = AppendBatch.of(
+            [AppendRow(one.sequence_id, one.num_tokens, _ONE_TOKEN) for one in batch]
+        )
         commits = [CommitRow(one.sequence_id, one.num_tokens, 1) for one in batch]
         append_key = self._key("append, 1 token a row", rows=count)
         commit_key = self._key("commit, 1 token a row", rows=count)
-        replies = self._laps.time(append_key, lambda: sequences.append(owner, rows))
-        assert all(reply.code is ResultCode.OK for reply in replies)
+        appended = self._laps.time(append_key, lambda: sequences.append(owner, rows))
+        assert set(appended.result_codes) == {ResultCode.OK}
         self._laps.time(commit_key, lambda: sequences.commit(owner, commits))
         self._laps.add_sum(self._key(APPEND_COMMIT, rows=count), append_key, commit_key)
         for one in batch:

@@ -18,6 +18,7 @@ from prefixcache.bench.block_manager import make_block_manager
 from prefixcache.bench.measure import Laps, Progress, Rounds, run_rounds
 from prefixcache.bench.prompts import Prompts
 from prefixcache.bench.report import Ratio, Row
+from prefixcache.core.append_batch import AppendBatch
 from prefixcache.core.sequence import AppendRow, CommitRow, Prompt
 from prefixcache.types import NO_EXTRA_KEYS, FullHit
 
@@ -175,7 +176,7 @@ class Crowd:
     def round(self) -> None:
         count = min(_BATCH, self._live)
         chosen = [self._ids[i] for i in self._random.choice(self._live, count, replace=False)]
-        appends = [AppendRow(one, self._lengths[one], _ONE_TOKEN) for one in chosen]
+        appends = AppendBatch.of([AppendRow(one, self._lengths[one], _ONE_TOKEN) for one in chosen])
         commits = [CommitRow(one, self._lengths[one], 1) for one in chosen]
         key = Key("append + commit", self._live)
         self._laps.time_each(key, count, lambda: self._decode(appends, commits))
@@ -185,7 +186,7 @@ class Crowd:
         key = Key("allocate + commit + free", self._live)
         self._laps.time_each(key, count, lambda: self._come_and_go(prompts))
 
-    def _decode(self, appends: list[AppendRow], commits: list[CommitRow]) -> None:
+    def _decode(self, appends: AppendBatch, commits: list[CommitRow]) -> None:
         self._sequences.append(self._owner, appends)
         self._sequences.commit(self._owner, commits)
 

@@ -25,6 +25,7 @@ from prefixcache.bench.report import Ratio, Row
 from prefixcache.client import messages, sequence_calls
 from prefixcache.client.messages import Call
 from prefixcache.client.sequence_state import SequenceState
+from prefixcache.core.append_batch import AppendBatch
 from prefixcache.core.sequence import AppendRow, CommitRow, Prompt
 from prefixcache.rpc import wire
 from prefixcache.server.cache_service import CacheService
@@ -238,13 +239,15 @@ class AppendSubject:
         )
 
     def core(self) -> Callable[[], object]:
-        rows = [AppendRow(one, self._core_length, _ONE_TOKEN) for one in self._core_ids]
+        batch = AppendBatch.of(
+            [AppendRow(one, self._core_length, _ONE_TOKEN) for one in self._core_ids]
+        )
         self._core_length += 1
-        return partial(self._append, rows)
+        return partial(self._append, batch)
 
-    def _append(self, rows: list[AppendRow]) -> object:
+    def _append(self, batch: AppendBatch) -> object:
         with self._client.sequences.lock:
-            return self._client.sequences.append(self._client.core_owner, rows)
+            return self._client.sequences.append(self._client.core_owner, batch)
 
     def undo(self, made: object) -> None:
         pass

@@ -19,6 +19,7 @@ import numpy as np
 
 from prefixcache.core import growth
 from prefixcache.core.admission import plan_prompt
+from prefixcache.core.append_batch import AppendBatch, AppendedBatch
 from prefixcache.core.form import FORM
 from prefixcache.core.hashing import Hasher
 from prefixcache.core.live import LiveSequences
@@ -62,13 +63,13 @@ from prefixcache.types import (
     TokenIds,
 )
 
-_native_append_rows: Callable[..., list[AppendResult]] | None = None
+_native_append_batch: Callable[..., AppendedBatch] | None = None
 _native_commit_rows: Callable[..., list[CommitResult]] | None = None
 if FORM == "native":
-    from prefixcache.core.native.append import append_rows
+    from prefixcache.core.native.append import append_batch
     from prefixcache.core.native.commit import commit_rows
 
-    _native_append_rows, _native_commit_rows = append_rows, commit_rows
+    _native_append_batch, _native_commit_rows = append_batch, commit_rows
 
 _RESULT_CODES: dict[type[PrefixCacheError], ResultCode] = {
     SequenceNotFoundError: ResultCode.NOT_FOUND,
@@ -191,19 +192,19 @@ class Sequences:
 
     # ---- growth
 
-    def append(self, owner: bytes, rows: Iterable[AppendRow]) -> list[AppendResult]:
+    def append(self, owner: bytes, batch: AppendBatch) -> AppendedBatch:
         """Append each row in turn; one that is refused is unchanged and the rest go on.
 
-        A sequence has at most one row. With storage the caller makes the copies, between
-        `begin_copies` (under the same lock) and `end_copies`.
+        With storage the caller makes the copies, between `begin_copies` (under the same lock) and
+        `end_copies`.
         """
         self.live.touch(owner)
-        if _native_append_rows is not None:
-            results: list[AppendResult] = _native_append_rows(
-                self.pool, self.hasher, self.live.by_id, owner, rows, self._append_row
+        if _native_append_batch is not None:
+            return _native_append_batch(
+                self.pool, self.hasher, self.live.by_id, owner, batch, self._append_row
             )
-            return results
-        return [self._append_row(owner, row) for row in rows]
+        results = [self._append_row(owner, row) for row in batch.rows()]
+        return AppendedBatch.of(results, self.pool.num_free)
 
     def _append_row(self, owner: bytes, row: AppendRow) -> AppendResult:
         call = (

@@ -93,13 +93,13 @@ def twin(message: str) -> Any:
     return _TWINS[message]
 
 
-def column32(values: npt.ArrayLike) -> bytes:
+def column32(values: npt.ArrayLike | array[int]) -> bytes:
     """Values as the bytes of a packed `repeated fixed32`. The caller has checked the range."""
-    return _from_list("I", values) if isinstance(values, list) else _from_array("<u4", values)
+    return _packed("I", values) if isinstance(values, (list, array)) else _from_array("<u4", values)
 
 
-def column64(values: npt.ArrayLike) -> bytes:
-    return _from_list("Q", values) if isinstance(values, list) else _from_array("<u8", values)
+def column64(values: npt.ArrayLike | array[int]) -> bytes:
+    return _packed("Q", values) if isinstance(values, (list, array)) else _from_array("<u8", values)
 
 
 def repeated_bytes(field_number: int, data: bytes, width: int) -> bytes:
@@ -123,7 +123,7 @@ def read_column32(data: bytes) -> npt.NDArray[np.uint32]:
     return np.frombuffer(data, dtype="<u4")
 
 
-def _from_list(typecode: str, values: list[int]) -> bytes:
+def _packed(typecode: str, values: list[int] | array[int]) -> bytes:
     """Of a list `array` makes the column several times as fast as numpy."""
     column = array(typecode, values)
     if sys.byteorder == "big":

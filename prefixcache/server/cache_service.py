@@ -8,11 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from itertools import accumulate
-from operator import gt
 from typing import Any
 
-from prefixcache.core.sequence import AppendRow, CommitRow
+from prefixcache.core.sequence import CommitRow
 from prefixcache.errors import (
     DrainingError,
     FingerprintMismatchError,
@@ -25,7 +23,6 @@ from prefixcache.rpc.status import status_message
 from prefixcache.rpc.wire import column32, column64, repeated_bytes, twin
 from prefixcache.server import checks
 from prefixcache.server.daemon import REPLY_HEADROOM_BYTES, Daemon
-from prefixcache.types import TokenIds
 
 _MAX_UINT32 = 2**32 - 1
 
@@ -88,21 +85,20 @@ class CacheService:
 
     def append(self, request: cache_pb2.AppendRequest) -> Any:
         owner = checks.owner(request.owner)
-        rows = self._append_rows(request)
+        batch = checks.append_batch(request, self._block_size)
         if self._daemon.engine is not None:
-            results = self._daemon.engine.append(owner, rows)
+            appended = self._daemon.engine.append(owner, batch)
         else:
             with self._sequences.lock:
-                results = self._sequences.append(owner, rows)
-        copies = [copy for result in results for copy in result.copies]
+                appended = self._sequences.append(owner, batch)
         return twin("AppendResponse")(
-            result_codes=column32([result.code for result in results]),
-            num_new_blocks=column32([len(result.new_block_ids) for result in results]),
-            new_block_ids=column32([i for result in results for i in result.new_block_ids]),
-            num_copies=column32([len(result.copies) for result in results]),
-            copy_sources=column32([copy.source for copy in copies]),
-            copy_destinations=column32([copy.destination for copy in copies]),
-            num_blocks_free=self._sequences.pool.num_free,
+            result_codes=column32(appended.result_codes),
+            num_new_blocks=column32(appended.num_new_blocks),
+            new_block_ids=column32(appended.new_block_ids),
+            num_copies=column32(appended.num_copies),
+            copy_sources=column32(appended.copy_sources),
+            copy_destinations=column32(appended.copy_destinations),
+            num_blocks_free=appended.num_blocks_free,
         )
 
     def commit(self, request: cache_pb2.CommitRequest) -> Any:
@@ -199,38 +195,6 @@ class CacheService:
             response.errors.add(call=name, index=index, status=status)
             return None
 
-    def _append_rows(self, request: cache_pb2.AppendRequest) -> list[AppendRow]:
-        num_rows = checks.equal_lengths(request, "sequence_ids", "start_positions", "num_tokens")
-        sequence_ids = list(request.sequence_ids)
-        checks.distinct(sequence_ids)
-        lengths = list(request.num_tokens)
-        zeros = [0] * num_rows
-        num_kv_valid = list(request.num_kv_valid) or zeros
-        num_lookahead = list(request.num_lookahead_tokens) or zeros
-        for name, values in (
-            ("num_kv_valid", num_kv_valid),
-            ("num_lookahead_tokens", num_lookahead),
-        ):
-            if len(values) != num_rows:
-                raise InvalidArgumentError(name, f"has {len(values)} rows, must have {num_rows}")
-        token_ids = checks.column(request.token_ids)
-        if sum(lengths) != len(token_ids):
-            raise InvalidArgumentError(
-                "token_ids", f"has {len(token_ids)} tokens, num_tokens sums to {sum(lengths)}"
-            )
-        if any(map(gt, num_kv_valid, lengths)):
-            raise InvalidArgumentError("num_kv_valid", "is larger than num_tokens in some row")
-        extra_keys = checks.append_extra_keys(request, num_rows, self._block_size)
-        columns = (
-            sequence_ids,
-            request.start_positions,
-            _split(token_ids, lengths),
-            num_kv_valid,
-            num_lookahead,
-            extra_keys,
-        )
-        return list(map(AppendRow._make, zip(*columns, strict=True)))
-
     def _check_fingerprint(self, given: bytes) -> None:
         if given and given != self._daemon.info.layout_fingerprint:
             raise FingerprintMismatchError(given, self._daemon.info.layout_fingerprint)
@@ -238,11 +202,3 @@ class CacheService:
     def _check_not_draining(self) -> None:
         if self._daemon.is_draining:
             raise DrainingError
-
-
-def _split(token_ids: TokenIds, lengths: list[int]) -> list[TokenIds]:
-    """The part of each row, whose lengths sum up."""
-    if len(set(lengths)) == 1:  # one step of numpy: most batches add one token to each sequence
-        return list(token_ids.reshape(len(lengths), lengths[0]))
-    ends = accumulate(lengths)
-    return [token_ids[end - length : end] for end, length in zip(ends, lengths, strict=True)]

@@ -9,7 +9,9 @@ from collections.abc import Iterable, Sized
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
+from prefixcache.core.append_batch import AppendBatch
 from prefixcache.core.extra_keys import check_extra_keys
 from prefixcache.core.sessions import SESSION_ID_BYTES
 from prefixcache.errors import InvalidArgumentError
@@ -57,6 +59,8 @@ def prompt(request: Any, block_size: int) -> tuple[TokenIds, ExtraKeys]:
     token_ids = column(request.token_ids)
     if not len(token_ids):
         raise InvalidArgumentError("token_ids", "is empty, a prompt has at least one token")
+    if not request.HasField("extra_keys"):
+        return token_ids, NO_EXTRA_KEYS
     extra_keys = codec.extra_keys_from_wire(request.extra_keys)
     if extra_keys:
         check_extra_keys(extra_keys, 0, len(token_ids), block_size)
@@ -99,11 +103,47 @@ def full_hit(value: int) -> FullHit:
         raise InvalidArgumentError("full_hit", f"{value} is not a value") from None
 
 
-def append_extra_keys(request: Any, num_rows: int, block_size: int) -> list[ExtraKeys]:
-    """The extra keys of each row of an Append."""
-    by_row = [NO_EXTRA_KEYS] * num_rows
+def append_batch(request: Any, block_size: int) -> AppendBatch:
+    """The rows of an Append."""
+    num_rows = equal_lengths(request, "sequence_ids", "start_positions", "num_tokens")
+    sequence_ids = np.array(request.sequence_ids, dtype=np.uint64)
+    distinct(sequence_ids.tolist())
+    num_tokens, token_ids = column(request.num_tokens), column(request.token_ids)
+    num_kv_valid = _optional_column(request, "num_kv_valid", num_rows)
+    num_lookahead_tokens = _optional_column(request, "num_lookahead_tokens", num_rows)
+    total = sum(num_tokens.tolist())
+    if total != len(token_ids):
+        raise InvalidArgumentError(
+            "token_ids", f"has {len(token_ids)} tokens, num_tokens sums to {total}"
+        )
+    if request.num_kv_valid and (num_kv_valid > num_tokens).any():
+        raise InvalidArgumentError("num_kv_valid", "is larger than num_tokens in some row")
+    return AppendBatch(
+        sequence_ids,
+        column(request.start_positions),
+        num_tokens,
+        token_ids,
+        num_kv_valid,
+        num_lookahead_tokens,
+        _append_extra_keys(request, num_rows, block_size) if request.extra_keys else {},
+    )
+
+
+def _optional_column(request: Any, field: str, num_rows: int) -> npt.NDArray[np.uint32]:
+    """Zeros if it is left out."""
+    values = getattr(request, field)
+    if not values:
+        return np.zeros(num_rows, dtype=np.uint32)
+    if len(values) != num_rows:
+        raise InvalidArgumentError(field, f"has {len(values)} rows, must have {num_rows}")
+    return column(values)
+
+
+def _append_extra_keys(request: Any, num_rows: int, block_size: int) -> dict[int, ExtraKeys]:
+    """The extra keys of an Append's rows, by row."""
+    by_row: dict[int, ExtraKeys] = {}
     for entry in request.extra_keys:
-        if entry.row >= num_rows or by_row[entry.row]:
+        if entry.row >= num_rows or by_row.get(entry.row):
             raise InvalidArgumentError("extra_keys.row", f"{entry.row} is no row, or stands twice")
         keys = codec.extra_keys_from_wire(entry.extra_keys)
         if keys.lora or keys.cache_salt:

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from prefixcache.core.append_batch import AppendBatch
 from prefixcache.core.hashing import HashAlgorithm, Hasher
 from prefixcache.core.pool import PLAIN, REGISTERED, STANDBY, Pool
 from prefixcache.core.sequence import AppendRow, CommitRow
@@ -310,7 +311,7 @@ class BlockManagerMachine(SessionRules, RuleBasedStateMachine):
 
         def step() -> None:
             result = self.both_rows(
-                lambda: self.sequences.append(self.real(owner), [row]),
+                lambda: self.sequences.append(self.real(owner), AppendBatch.of([row])).results(),
                 lambda: self.model.append(
                     owner, sequence.name, start, tokens, kv_valid, lookahead, keys
                 ),

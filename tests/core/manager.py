@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from prefixcache.core.append_batch import AppendBatch
 from prefixcache.core.hashing import HASH_ALGORITHMS, HashAlgorithm, Hasher
 from prefixcache.core.pool import Pool
 from prefixcache.core.sequence import AppendRow, AttentionTicket, CommitRow
@@ -144,7 +145,7 @@ class Manager:
             lookahead,
             extra_keys,
         )
-        (result,) = self.sequences.append(held.owner, [row])
+        (result,) = self.sequences.append(held.owner, AppendBatch.of([row])).results()
         check_invariants(self.sequences)
         if result.code is ResultCode.OK and start is None:
             held.num_tokens += len(tokens)

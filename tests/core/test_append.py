@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from prefixcache.core.append_batch import AppendBatch
 from prefixcache.core.sequence import AppendRow
 from prefixcache.errors import PrefixCacheError
 from prefixcache.types import ResultCode
@@ -40,11 +41,13 @@ def test_a_new_block_comes_with_the_first_token_past_an_edge() -> None:
 def test_rows_of_append_go_in_order_and_one_that_does_not_fit_stops_no_other() -> None:
     manager = Manager(5)
     first, second, third = (manager.allocate(make(4)) for make in (T, U, C))
-    rows = [
-        AppendRow(held.sequence_id, 4, np.arange(count, dtype=np.uint32))
-        for held, count in ((first, 1), (second, 5), (third, 1))
-    ]
-    results = manager.sequences.append(ONE, rows)
+    batch = AppendBatch.of(
+        [
+            AppendRow(held.sequence_id, 4, np.arange(count, dtype=np.uint32))
+            for held, count in ((first, 1), (second, 5), (third, 1))
+        ]
+    )
+    results = manager.sequences.append(ONE, batch).results()
     check_invariants(manager.sequences)
     assert [row.code for row in results] == [ResultCode.OK, ResultCode.NO_ROOM, ResultCode.OK]
     assert manager.table(second) == second.table

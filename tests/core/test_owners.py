@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from prefixcache.core.append_batch import AppendBatch
 from prefixcache.core.sequence import AppendRow, CommitRow
 from prefixcache.errors import (
     NoRoomError,
@@ -117,10 +118,10 @@ def test_repeats_of_state_calls_are_answered_again_and_change_nothing() -> None:
     manager = Manager(12)
     held = manager.allocate(T(6))
     commit = CommitRow(held.sequence_id, 0, 6)
-    append = AppendRow(held.sequence_id, 6, np.array(U(5), dtype=np.uint32))
+    append = AppendBatch.of([AppendRow(held.sequence_id, 6, np.array(U(5), dtype=np.uint32))])
     calls = (
         lambda: manager.sequences.commit(ONE, [commit]),
-        lambda: manager.sequences.append(ONE, [append]),
+        lambda: manager.sequences.append(ONE, append),
         lambda: manager.sequences.truncate(ONE, held.sequence_id, 11, 7),
     )
     for call in calls:
@@ -135,10 +136,10 @@ def test_the_commit_before_an_append_is_answered_again_with_it(num_committed: in
     manager = Manager(12)
     held = manager.allocate(T(6))
     commit = CommitRow(held.sequence_id, 0, num_committed)
-    append = AppendRow(held.sequence_id, 6, np.array(U(5), dtype=np.uint32))
-    first = manager.sequences.commit(ONE, [commit]), manager.sequences.append(ONE, [append])
+    append = AppendBatch.of([AppendRow(held.sequence_id, 6, np.array(U(5), dtype=np.uint32))])
+    first = manager.sequences.commit(ONE, [commit]), manager.sequences.append(ONE, append)
     before = snapshot(manager.sequences)
-    again = manager.sequences.commit(ONE, [commit]), manager.sequences.append(ONE, [append])
+    again = manager.sequences.commit(ONE, [commit]), manager.sequences.append(ONE, append)
     assert again == first
     assert snapshot(manager.sequences) == before
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from prefixcache.core import sessions as sessions_module
+from prefixcache.core.append_batch import AppendBatch
 from prefixcache.core.sequence import AppendRow, CommitRow
 from prefixcache.core.sessions import SESSION_ID_BYTES, SessionLimits
 from prefixcache.errors import (
@@ -44,8 +45,9 @@ class Sessions(Manager):
 CALLS = {
     "allocate": lambda manager, held: manager.allocate(U(3), owner=held.owner),
     "append": lambda manager, held: manager.sequences.append(
-        held.owner, [AppendRow(held.sequence_id, 6, np.array([1], dtype=np.uint32))]
-    ),
+        held.owner,
+        AppendBatch.of([AppendRow(held.sequence_id, 6, np.array([1], dtype=np.uint32))]),
+    ).results(),
     "commit": lambda manager, held: manager.sequences.commit(
         held.owner, [CommitRow(held.sequence_id, 6, 0)]
     ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from array import array
 
 import numpy as np
 import pytest
@@ -107,7 +108,17 @@ def test_every_column_has_bytes_in_its_twin_and_nothing_else_has():
 
 @pytest.mark.parametrize(
     "values",
-    [[], [0], [2**32 - 1, 1], (3, 4), [ResultCode.OK], np.arange(5), np.arange(5)[::2]],
+    [
+        [],
+        [0],
+        [2**32 - 1, 1],
+        (3, 4),
+        [ResultCode.OK],
+        np.arange(5),
+        np.arange(5)[::2],
+        array("I"),
+        array("I", [2**32 - 1, 1]),
+    ],
     ids=repr,
 )
 def test_columns_are_little_endian(values):

@@ -1,15 +1,16 @@
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 
+from prefixcache.core.append_batch import AppendBatch, AppendedBatch
 from prefixcache.core.hashing import Hasher
 from prefixcache.core.pool import Pool
 from prefixcache.core.sequence import AppendRow, Sequence
 from prefixcache.types import AppendResult
 
-def append_rows(
+def append_batch(
     pool: Pool,
     hasher: Hasher,
     live: Mapping[int, Sequence],
     owner: bytes,
-    rows: Iterable[AppendRow],
+    batch: AppendBatch,
     append_row: Callable[[bytes, AppendRow], AppendResult],
-) -> list[AppendResult]: ...
+) -> AppendedBatch: ...

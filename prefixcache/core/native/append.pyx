@@ -7,79 +7,145 @@ copy to be made or let go, room for its blocks. Any other row is left to it.
 """
 
 from cpython cimport array
-from cpython.buffer cimport PyBUF_FORMAT, PyBUF_STRIDES, PyBuffer_Release, PyObject_GetBuffer
 from cpython.bytearray cimport PyByteArray_AS_STRING, PyByteArray_Resize
 from cpython.bytes cimport PyBytes_AS_STRING
 from cpython.dict cimport PyDict_GetItem
 from cpython.ref cimport PyObject
-from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t
+from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 
 from prefixcache.core.native.hash_chain cimport plain_digests
 from prefixcache.core.native.pool cimport PLAIN, Pool
 
+from array import array as _array
+
 from prefixcache.core import growth
+from prefixcache.core.append_batch import AppendedBatch
+from prefixcache.core.sequence import AppendRow
 from prefixcache.types import NO_EXTRA_KEYS, AppendResult, ResultCode
 
 cdef object _NO_EXTRA_KEYS = NO_EXTRA_KEYS
 cdef object _AppendResult = AppendResult
+cdef object _AppendRow = AppendRow
+cdef object _AppendedBatch = AppendedBatch
 cdef object _OK = ResultCode.OK
+cdef uint32_t _OK_CODE = ResultCode.OK
 cdef object _NO_BLOCKS = AppendResult(ResultCode.OK)
 cdef object _ZERO = 0
-cdef Py_ssize_t _MAX_NEW_BLOCKS = 64
+cdef array.array _COLUMN = _array("I")
+cdef int64_t _MAX_NEW_BLOCKS = 64
 
 
-def append_rows(Pool pool, hasher, dict live, bytes owner, rows, append_row):
-    """Append each row in turn; returns their results.
+def append_batch(Pool pool, hasher, dict live, bytes owner, batch, append_row):
+    """Append each row in turn; returns what became of them.
 
     live: sequences by id. append_row: called with the owner and each row that is not plain.
     """
+    ids, starts, lengths, tokens, valids, lookaheads, extra_keys = batch
+    cdef const uint64_t[::1] sequence_ids = ids
+    cdef const uint32_t[::1] start_positions = starts, num_tokens = lengths, token_ids = tokens
+    cdef const uint32_t[::1] num_kv_valid = valids, num_lookahead_tokens = lookaheads
+    cdef dict keys_by_row = extra_keys
+    cdef Py_ssize_t num_rows = sequence_ids.shape[0], row, begin = 0, end
+    cdef array.array codes = array.clone(_COLUMN, num_rows, zero=False)
+    cdef array.array num_new_blocks = array.clone(_COLUMN, num_rows, zero=True)
+    cdef array.array num_copies = array.clone(_COLUMN, num_rows, zero=True)
+    cdef array.array new_block_ids = array.clone(_COLUMN, 0, zero=False)
+    cdef array.array sources = array.clone(_COLUMN, 0, zero=False)
+    cdef array.array destinations = array.clone(_COLUMN, 0, zero=False)
+    cdef int32_t taken[64]
+    cdef Py_ssize_t num_taken
+    cdef const uint32_t *new_tokens
     cdef PyObject *found
-    results = []
-    for row in rows:
-        result = None
-        found = PyDict_GetItem(live, row.sequence_id)
-        if found != NULL:
-            result = _append_plain(pool, hasher, <object>found, owner, row)
-        results.append(append_row(owner, row) if result is None else result)
-    return results
+    cdef object sequence_id
+    for row in range(num_rows):
+        sequence_id = sequence_ids[row]
+        end = begin + num_tokens[row]
+        num_taken = -1
+        found = PyDict_GetItem(live, sequence_id)
+        if (
+            found != NULL
+            and end > begin
+            and not num_kv_valid[row]
+            and not num_lookahead_tokens[row]
+            and (not keys_by_row or row not in keys_by_row)
+        ):
+            new_tokens = &token_ids[begin]
+            num_taken = _append_plain(
+                pool,
+                hasher,
+                <object>found,
+                owner,
+                start_positions[row],
+                new_tokens,
+                end - begin,
+                taken,
+            )
+        if num_taken >= 0:
+            codes.data.as_uints[row] = _OK_CODE
+            num_new_blocks.data.as_uints[row] = num_taken
+            if num_taken:
+                array.extend_buffer(new_block_ids, <char *>taken, num_taken)
+        else:
+            result = append_row(
+                owner,
+                _AppendRow(
+                    sequence_id,
+                    start_positions[row],
+                    tokens[begin:end],
+                    num_kv_valid[row],
+                    num_lookahead_tokens[row],
+                    keys_by_row.get(row, _NO_EXTRA_KEYS),
+                ),
+            )
+            codes.data.as_uints[row] = result.code
+            num_new_blocks.data.as_uints[row] = len(result.new_block_ids)
+            new_block_ids.extend(result.new_block_ids)
+            num_copies.data.as_uints[row] = len(result.copies)
+            for copy in result.copies:
+                sources.append(copy.source)
+                destinations.append(copy.destination)
+        begin = end
+    return _AppendedBatch(
+        codes,
+        num_new_blocks,
+        new_block_ids,
+        num_copies,
+        sources,
+        destinations,
+        pool._queue.queue.length,
+    )
 
 
-cdef object _append_plain(Pool pool, hasher, sequence, bytes owner, row):
-    """The row's result, or None, and nothing is changed, for a row that is not plain."""
-    if row.num_lookahead_tokens or row.num_kv_valid:
-        return None
-    if row.extra_keys is not _NO_EXTRA_KEYS and row.extra_keys:
-        return None
+cdef Py_ssize_t _append_plain(
+    Pool pool,
+    hasher,
+    sequence,
+    bytes owner,
+    int64_t position,
+    const uint32_t *new_tokens,
+    int64_t count,
+    int32_t *taken,
+) except -2:
+    """How many blocks it took; -1, and nothing is changed, for a row that is not plain."""
     if sequence.owner != owner or sequence.running_layers or sequence.is_copying:
-        return None
+        return -1
     if sequence.copy_holds or sequence.num_lookahead_tokens:
-        return None
+        return -1
 
     cdef array.array token_ids = sequence.token_ids, table = sequence.block_table
-    cdef int64_t size = pool.block_size, old = len(token_ids), position = row.start_position
-    cdef Py_buffer given
-    cdef Py_ssize_t count, num_added, index
+    cdef int64_t size = pool.block_size, old = len(token_ids), num_added
+    cdef Py_ssize_t index
     cdef int32_t last
-    cdef int32_t taken[64]
     if position != old:
-        return None
+        return -1
     if old % size:
         last = table.data.as_ints[old // size]
         if pool._refs[last] != 1 or pool._state[last] != PLAIN:
-            return None
-    PyObject_GetBuffer(row.token_ids, &given, PyBUF_FORMAT | PyBUF_STRIDES)
-    try:
-        if given.ndim != 1 or given.format[0] != b"I" or given.strides[0] != sizeof(int32_t):
-            return None
-        count = given.shape[0]
-        if count == 0:
-            return None
-        num_added = (old + count + size - 1) // size - len(table)
-        if num_added > _MAX_NEW_BLOCKS or num_added > pool._queue.queue.length:
-            return None
-        array.extend_buffer(token_ids, <char *>given.buf, count)
-    finally:
-        PyBuffer_Release(&given)
+            return -1
+    num_added = (old + count + size - 1) // size - len(table)
+    if num_added > _MAX_NEW_BLOCKS or num_added > pool._queue.queue.length:
+        return -1
+    array.extend_buffer(token_ids, <char *>new_tokens, count)
     call = ("append", position, count, _ZERO, _ZERO, _NO_EXTRA_KEYS)
     if num_added > 0:
         pool.take_into(taken, num_added)
@@ -87,6 +153,7 @@ cdef object _append_plain(Pool pool, hasher, sequence, bytes owner, row):
         new = tuple([taken[index] for index in range(num_added)])
         reply = _AppendResult(_OK, new)
     else:
+        num_added = 0
         reply = _NO_BLOCKS
     if sequence.registers and (old + count) // size > old // size:
         _hash_new_blocks(hasher, sequence, token_ids, old // size, (old + count) // size)
@@ -99,7 +166,7 @@ cdef object _append_plain(Pool pool, hasher, sequence, bytes owner, row):
     sequence.last_reply = reply
     if sequence.last_attention_start:
         sequence.last_attention_start.clear()
-    return reply
+    return num_added
 
 
 cdef int _hash_new_blocks(

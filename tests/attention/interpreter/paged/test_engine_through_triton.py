@@ -13,6 +13,7 @@ import torch
 from prefixcache.attention import paged_attention as launcher
 from prefixcache.attention.decode import decode
 from prefixcache.attention.prefill import prefill
+from prefixcache.core.append_batch import AppendBatch
 from prefixcache.core.sequence import AppendRow
 from prefixcache.errors import InvalidArgumentError
 from prefixcache.server.daemon import CacheOptions, Daemon, ModelOptions
@@ -73,7 +74,7 @@ class Conversation:
 
     def append(self, turn: Turn, tokens: Sequence[int]) -> None:
         row = AppendRow(turn.sequence_id, len(turn.tokens), np.array(tokens, np.uint32))
-        self.daemon.engine.append(OWNER, [row])
+        self.daemon.engine.append(OWNER, AppendBatch.of([row]))
         turn.tokens += tokens
 
     def free(self, turn: Turn) -> None:
