@@ -37,7 +37,13 @@ LAYERS = {
 }
 """Every part of the package. Each imports parts of its own layer or below, and never above."""
 
-APART = {("server", "client"), ("client", "server"), ("storage", "attention")}
+APART = {
+    ("server", "client"),
+    ("client", "server"),
+    ("storage", "attention"),
+    ("replay", "bench"),
+    ("bench", "cli"),
+}
 """Parts of one layer that must not know of each other, as (importer, imported)."""
 
 FORBIDDEN = {

@@ -1,8 +1,9 @@
 """Does a call cost more in a larger pool, or beside more live sequences?
 
 The work stays the same: prompts of one length against pools that are full of cached prompts, so
-that every new block evicts one; and a batch of sequences among more and more others. Hashing, in
-which pool and sequences play no part, is left out.
+that every new block evicts one; and a batch of sequences among more and more others: the same ones
+in each round, or any, which the processor's caches then have not seen for long. Hashing, in which
+pool and sequences play no part, is left out.
 """
 
 from __future__ import annotations
@@ -175,16 +176,22 @@ class Crowd:
 
     def round(self) -> None:
         count = min(_BATCH, self._live)
-        chosen = [self._ids[i] for i in self._random.choice(self._live, count, replace=False)]
-        appends = AppendBatch.of([AppendRow(one, self._lengths[one], _ONE_TOKEN) for one in chosen])
-        commits = [CommitRow(one, self._lengths[one], 1) for one in chosen]
-        key = Key("append + commit", self._live)
-        self._laps.time_each(key, count, lambda: self._decode(appends, commits))
-        for one in chosen:
-            self._lengths[one] += 1
+        self._step("append + commit, the same few", self._ids[:count])
+        chosen = self._random.choice(self._live, count, replace=False)
+        self._step("append + commit, any few", [self._ids[i] for i in chosen])
         prompts = [self._prepare() for _ in range(count)]
         key = Key("allocate + commit + free", self._live)
         self._laps.time_each(key, count, lambda: self._come_and_go(prompts))
+
+    def _step(self, name: str, sequence_ids: list[int]) -> None:
+        """Append a token to each, and commit it."""
+        rows = [AppendRow(one, self._lengths[one], _ONE_TOKEN) for one in sequence_ids]
+        appends = AppendBatch.of(rows)
+        commits = [CommitRow(one, self._lengths[one], 1) for one in sequence_ids]
+        key = Key(name, self._live)
+        self._laps.time_each(key, len(sequence_ids), lambda: self._decode(appends, commits))
+        for one in sequence_ids:
+            self._lengths[one] += 1
 
     def _decode(self, appends: AppendBatch, commits: list[CommitRow]) -> None:
         self._sequences.append(self._owner, appends)
