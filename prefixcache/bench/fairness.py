@@ -27,6 +27,7 @@ SECTION = "A short call beside long ones"
 _ALONE = "alone"
 _P99_ALONE = "p99 alone"
 _P99 = "p99"
+_ECHO = "echo of its size"
 _LIMIT = 3.0
 _ROUNDS = Rounds(fewest=4, most=12, budget_s=40.0)
 ECHO_REPLY_BYTES = 8
@@ -82,7 +83,7 @@ def measure_fairness(
                 f"Lookup of {settings.tokens} tokens": partial(
                     client.lookup, Prompts(settings.tokens).next()
                 ),
-                "echo of its size": echo,
+                _ECHO: echo,
             }
             beside = f"{kind} of {num_tokens:,} tokens".capitalize()
             turn = Turn(beside, load, calls, settings.calls, laps, long_calls)
@@ -139,23 +140,27 @@ class Turn:
 
 
 def _row(laps: Laps[Key], key: Key) -> Row:
-    summary = laps.summary(key)
-    is_beside = not key.beside.startswith(_ALONE)
+    is_beside, is_echo = not key.beside.startswith(_ALONE), key.call == _ECHO
     ratios: tuple[Ratio, ...] = ()
     if is_beside:
-        # Medians of the turns' p99s: one that something else has disturbed does not count.
-        p99s = replace(key, quantity=_P99)
-        alone = replace(p99s, beside=f"{_ALONE}, before {key.beside}")
-        ratio = laps.summary(p99s).median / laps.summary(alone).median
-        ratios = (Ratio(_P99_ALONE, ratio),)
+        alone = replace(key, beside=f"{_ALONE}, before {key.beside}")
+        ratios = (Ratio(_P99_ALONE, _p99(laps, key) / _p99(laps, alone)),)
+    if is_beside and not is_echo:
+        echo = replace(key, call=_ECHO)
+        ratios = (*ratios, Ratio("the echo's p99", _p99(laps, key) / _p99(laps, echo)))
     return Row(
         section=SECTION,
         name=key.call,
-        summary=summary,
+        summary=laps.summary(key),
         labels={"beside": key.beside},
         ratios=ratios,
-        target=Target(_LIMIT, of=_P99_ALONE) if is_beside and "echo" not in key.call else None,
+        target=Target(_LIMIT, of=_P99_ALONE) if is_beside and not is_echo else None,
     )
+
+
+def _p99(laps: Laps[Key], key: Key) -> float:
+    """The median of the turns' p99s: a turn that something else has disturbed does not count."""
+    return laps.summary(replace(key, quantity=_P99)).median
 
 
 def _load_row(long_calls: Laps[str], name: str) -> Row:

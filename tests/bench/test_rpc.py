@@ -87,6 +87,7 @@ def test_a_short_lookup_is_measured_alone_and_beside_long_calls_that_ran(
         ratio = beside["p99_s"] / alone["p99_s"]
         assert beside["ratios"]["p99 alone"] == pytest.approx(ratio, rel=1e-4)
         assert beside["target"]["at_most"] == 3
+        assert beside["ratios"]["the echo's p99"] > 0
     for long in ("Lookup of 16,384 tokens", "Prefill of 512 tokens"):
         (row,) = rows_named(report, long)
         assert row["max_per_s"] > 0
