@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -17,13 +16,14 @@ import grpc
 
 from prefixcache.client.channel import DEFAULT_MAX_MESSAGE_BYTES, resolve_target
 from prefixcache.server.rpc_server import make_server
+from prefixcache.server.workers import Workers
 
 _SERVICE = "prefixcache.bench.Echo"
 
 
 def make_echo_server(address: str, num_workers: int, reply_sizes: Sequence[int]) -> grpc.Server:
     """Listens already, to be started."""
-    server = make_server(ThreadPoolExecutor(num_workers, "echo"), DEFAULT_MAX_MESSAGE_BYTES)
+    server = make_server(Workers(num_workers, "echo"), DEFAULT_MAX_MESSAGE_BYTES)
     handlers: dict[str, Any] = {
         _method(size): grpc.unary_unary_rpc_method_handler(partial(_reply, bytes(size)))
         for size in set(reply_sizes)

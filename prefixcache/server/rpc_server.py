@@ -26,6 +26,7 @@ from prefixcache.server.handlers import Service, add_services, run_in
 from prefixcache.server.keep_alive import KeepAliveStreams
 from prefixcache.server.session_service import SessionService
 from prefixcache.server.streams import Streams
+from prefixcache.server.workers import Workers
 
 MIN_PING_INTERVAL_MS = 5_000
 """Clients may ping this often, with or without calls, before they are told to go away."""
@@ -39,7 +40,7 @@ _LAST_REPLIES_S = 0.5
 """How long replies may take to leave once their calls have ended."""
 
 
-def make_server(workers: ThreadPoolExecutor, max_message_bytes: int) -> grpc.Server:
+def make_server(workers: Workers, max_message_bytes: int) -> grpc.Server:
     """A server without services yet. max_message_bytes: of one message, either way."""
     return grpc.server(
         workers,
@@ -69,8 +70,8 @@ class RpcServer:
     ) -> None:
         self._daemon = daemon
         self._num_workers = max_workers
-        self._workers = ThreadPoolExecutor(max_workers, "rpc")
-        self._attention_workers = ThreadPoolExecutor(max_workers, "attention")
+        self._workers = Workers(max_workers, "rpc")
+        self._attention_workers = Workers(max_workers, "attention")
         self._watch_workers = ThreadPoolExecutor(_MAX_WATCHES, "watch")
         self._step_streams = Streams(max_step_streams, "step")
         max_keep_alives = _STREAMS_A_SESSION * daemon.info.limits.max_sessions
@@ -139,6 +140,8 @@ class RpcServer:
         if have_ended:
             stopped = self._server.stop(_LAST_REPLIES_S)
         stopped.wait()
+        self._workers.shutdown(wait=False)
+        self._attention_workers.shutdown(wait=False)
         return have_ended
 
     def _calls_end_within(self, timeout_s: float) -> bool:

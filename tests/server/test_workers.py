@@ -1,0 +1,114 @@
+"""Threads that answer calls: which of them takes one, what waits, and how they end."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import CancelledError, Future
+from typing import Any
+
+import pytest
+
+from prefixcache.server.workers import Workers
+
+_TIMEOUT_S = 30.0
+
+
+@pytest.fixture
+def workers() -> Any:
+    made = Workers(8, "test")
+    yield made
+    made.shutdown()
+
+
+def all_busy(workers: Workers, count: int) -> tuple[list[Future[Any]], threading.Event]:
+    """So many calls that run until the event is set."""
+    started, go_on = threading.Barrier(count + 1), threading.Event()
+
+    def run() -> int:
+        started.wait(_TIMEOUT_S)
+        assert go_on.wait(_TIMEOUT_S)
+        return threading.get_ident()
+
+    futures = [workers.submit(run) for _ in range(count)]
+    started.wait(_TIMEOUT_S)
+    return futures, go_on
+
+
+def test_results_and_errors_come_back(workers: Workers) -> None:
+    assert workers.submit(divmod, 7, 2).result(_TIMEOUT_S) == (3, 1)
+    assert workers.submit(int, "11", base=2).result(_TIMEOUT_S) == 3
+    with pytest.raises(ZeroDivisionError):
+        workers.submit(divmod, 7, 0).result(_TIMEOUT_S)
+    assert workers.submit(divmod, 7, 2).result(_TIMEOUT_S) == (3, 1)
+
+
+def test_after_a_burst_calls_one_by_one_keep_to_few_threads(workers: Workers) -> None:
+    """One that has answered is not idle at once, so it may be more than one."""
+    futures, go_on = all_busy(workers, 8)
+    go_on.set()
+    assert len({future.result(_TIMEOUT_S) for future in futures}) == 8
+    calls = [workers.submit(threading.get_ident).result(_TIMEOUT_S) for _ in range(200)]
+    most = max(map(calls.count, set(calls)))
+    assert most > 50  # in turn it would be 25 each
+
+
+def test_what_finds_no_thread_waits_in_order(workers: Workers) -> None:
+    futures, go_on = all_busy(workers, 8)
+    order: list[int] = []
+    late = [workers.submit(order.append, index) for index in range(20)]
+    assert not any(future.done() for future in late)
+    go_on.set()
+    for future in (*futures, *late):
+        future.result(_TIMEOUT_S)
+    assert sorted(order) == list(range(20))
+    assert len({future.result() for future in futures}) == 8
+
+
+def test_one_thread_does_its_work_in_order() -> None:
+    workers = Workers(1, "test")
+    (busy,), go_on = all_busy(workers, 1)
+    order: list[int] = []
+    late = [workers.submit(order.append, index) for index in range(20)]
+    go_on.set()
+    for future in (busy, *late):
+        future.result(_TIMEOUT_S)
+    assert order == list(range(20))
+    workers.shutdown()
+
+
+def test_a_shutdown_lets_what_was_submitted_end_and_takes_no_more() -> None:
+    workers = Workers(2, "ending")
+    futures, go_on = all_busy(workers, 2)
+    waiting = workers.submit(divmod, 7, 2)
+    workers.shutdown(wait=False)
+    with pytest.raises(RuntimeError, match="ending"):
+        workers.submit(divmod, 7, 2)
+    go_on.set()
+    workers.shutdown()
+    assert waiting.result(0) == (3, 1)
+    assert all(future.done() for future in futures)
+    assert not [one for one in threading.enumerate() if one.name.startswith("ending")]
+
+
+def test_a_shutdown_may_cancel_what_waits() -> None:
+    workers = Workers(1, "test")
+    (busy,), go_on = all_busy(workers, 1)
+    waiting = workers.submit(divmod, 7, 2)
+    workers.shutdown(wait=False, cancel_futures=True)
+    with pytest.raises(CancelledError):
+        waiting.result(0)
+    go_on.set()
+    workers.shutdown()
+    assert busy.done()
+
+
+def test_work_that_was_cancelled_while_it_waited_is_not_done(workers: Workers) -> None:
+    futures, go_on = all_busy(workers, 8)
+    done: list[int] = []
+    waiting = workers.submit(done.append, 1)
+    assert waiting.cancel()
+    last = workers.submit(done.append, 2)
+    go_on.set()
+    for future in (*futures, last):
+        future.result(_TIMEOUT_S)
+    assert done == [2]
