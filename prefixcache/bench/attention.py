@@ -21,13 +21,17 @@ from prefixcache.bench.attention_cases import (
     CEILINGS,
     COPY,
     MATMUL,
+    READ,
     Case,
     Heads,
+    Latents,
     Operation,
     ceiling_case,
     decode_case,
+    latent_case,
     move_case,
     prefill_case,
+    quantized_case,
     shared_case,
 )
 from prefixcache.bench.machine import machine_facts
@@ -48,7 +52,7 @@ _ROUNDS = Rounds(fewest=4, most=20, budget_s=90.0)
 
 @dataclass(frozen=True, slots=True)
 class AttentionSettings:
-    """Sizes in tokens: decode (sequences, context), prefill (new, cached), shared (sequences,
+    """Sizes in tokens: decodes (sequences, context), prefill (new, cached), shared (sequences,
     shared, private). ceiling_dtype: of the product that prefill is compared with.
     """
 
@@ -56,6 +60,7 @@ class AttentionSettings:
     dtypes: tuple[str, ...]
     ceiling_dtype: str
     decodes: tuple[tuple[int, int], ...]
+    latent_decode: tuple[int, int]
     prefill: tuple[int, int]
     shared: tuple[int, int, int]
     moved: int
@@ -63,6 +68,7 @@ class AttentionSettings:
     matmul_size: int
     threads: tuple[int, ...]
     heads: Heads = field(default_factory=Heads)
+    latents: Latents = field(default_factory=Latents)
     rounds: Rounds = _ROUNDS
 
 
@@ -72,6 +78,7 @@ def cpu_settings() -> AttentionSettings:
         dtypes=("float32", "bfloat16"),
         ceiling_dtype="float32",
         decodes=((8, 4096),),
+        latent_decode=(1, 4096),
         prefill=(2048, 2048),
         shared=(32, 4096, 64),
         moved=4096,
@@ -87,6 +94,7 @@ def gpu_settings() -> AttentionSettings:
         dtypes=("bfloat16",),
         ceiling_dtype="bfloat16",
         decodes=((64, 8192), (1, 32_768)),
+        latent_decode=(64, 8192),
         prefill=(8192, 8192),
         shared=(64, 8192, 256),
         moved=32_768,
@@ -108,6 +116,7 @@ def quick(settings: AttentionSettings) -> AttentionSettings:
         dtypes=settings.dtypes,
         ceiling_dtype=settings.ceiling_dtype,
         decodes=((2, 100),),
+        latent_decode=(2, 100),
         prefill=(40, 24),
         shared=(3, 64, 5),
         moved=32,
@@ -115,6 +124,7 @@ def quick(settings: AttentionSettings) -> AttentionSettings:
         matmul_size=64,
         threads=settings.threads,
         heads=Heads(num_kv_heads=2, group=2, head_dim=32),
+        latents=Latents(num_heads=16, latent_dim=32, rope_dim=16),
         rounds=Rounds.exactly(2),
     )
 
@@ -182,6 +192,9 @@ def make_cases(settings: AttentionSettings) -> list[Case]:
     ]
     for sizes in settings.decodes:
         cases += [decode_case(heads, dtype, *sizes, device) for dtype in settings.dtypes]
+        cases.append(quantized_case(heads, settings.dtypes[-1], *sizes, device))
+    sizes, dtype = settings.latent_decode, settings.dtypes[-1]
+    cases.append(latent_case(settings.latents, dtype, *sizes, device))
     for dtype in settings.dtypes:
         cases.append(prefill_case(heads, dtype, *settings.prefill, device))
     for dtype in settings.dtypes:
@@ -241,7 +254,7 @@ def _time_row(settings: AttentionSettings, run: Run, laps: Laps[Key]) -> Row:
 
 def _time_target(settings: AttentionSettings, operation: Operation) -> Target | None:
     if settings.device == "cpu":
-        return Target(2.0, of="read all K/V") if operation.name == "decode" else None
+        return Target(2.0, of=READ) if operation.name == "decode" else None
     return Target(1 / 8, of="flat") if operation.name == "tree" else None
 
 

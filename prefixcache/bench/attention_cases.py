@@ -19,10 +19,11 @@ from prefixcache.attention.copy_blocks import copy_blocks
 from prefixcache.attention.decode import decode
 from prefixcache.attention.prefill import prefill
 from prefixcache.attention.write_kv import write_kv
-from prefixcache.storage.layout import KVLayout, Layout, Quantization
-from prefixcache.storage.pool_memory import PoolMemory
-from prefixcache.types import PLAIN_ATTENTION, BlockIds
+from prefixcache.storage.layout import KVLayout, LatentLayout, Layout, Quantization
+from prefixcache.storage.pool_memory import DTYPES, PoolMemory
+from prefixcache.types import PLAIN_ATTENTION, AttentionOptions, BlockIds
 
+CEILINGS, COPY, MATMUL, READ = "Ceilings", "copy", "matmul", "read all K/V"
 _FILLED_BLOCKS = 4096  # of a quantised pool at a time
 
 
@@ -45,6 +46,16 @@ class Heads:
             dtype=dtype,
             quantization=quantization,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Latents:
+    """The shape of latent K/V: DeepSeek-V3's by default."""
+
+    num_heads: int = 128
+    latent_dim: int = 512
+    rope_dim: int = 64
+    block_size: int = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +124,9 @@ class Pool:
     def kv_bytes(self, num_tokens: int) -> int:
         """Of K and V of so many tokens."""
         layout = self.layout
-        return 2 * num_tokens * layout.num_kv_heads * layout.head_dim * layout.element_bytes
+        tensors = 1 if isinstance(layout, LatentLayout) else 2
+        elements = tensors * layout.num_kv_heads * layout.head_dim
+        return num_tokens * elements * DTYPES[layout.stored_dtype].itemsize
 
     def gather(self, tables: torch.Tensor, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V as others take them: `[S, Hkv, n, D]`, contiguous. tables: `[S, blocks]`."""
@@ -126,36 +139,64 @@ class Pool:
 
 def decode_case(heads: Heads, dtype: str, num_sequences: int, context: int, device: str) -> Case:
     """One new token of each of some sequences."""
-    blocks = num_sequences * -(-context // heads.block_size)
-    pool = Pool(heads.layout(dtype), heads.group, blocks, device)
-    tables = [pool.take(context) for _ in range(num_sequences)]
-    batch = _batch(tables, context - 1, 1, heads.block_size)
-    q = pool.queries(num_sequences)
-    on_device = torch.from_numpy(np.stack(tables).astype(np.int64)).to(device)
-    words = pool.memory.spans.view(torch.int64)
-    num_bytes = pool.kv_bytes(num_sequences * context)
-    scale = heads.head_dim**-0.5
+    call = DecodeCall(heads.layout(dtype), heads.group, num_sequences, context, device)
+    pool, q = call.pool, call.q
+    tables = torch.from_numpy(call.batch.block_tables.astype(np.int64)).to(device)
 
     def gather_sdpa() -> torch.Tensor:
-        keys, values = pool.gather(on_device, context)
-        return F.scaled_dot_product_attention(
-            q[:, :, None], keys, values, scale=scale, enable_gqa=True
+        keys, values = pool.gather(tables, context)
+        return F.scaled_dot_product_attention(q[:, :, None], keys, values, enable_gqa=True)
+
+    peer = Operation("gather + SDPA", gather_sdpa, call.num_bytes, beside=READ)
+    return Case(call.name, dtype, (*call.operations("decode"), peer))
+
+
+def quantized_case(heads: Heads, dtype: str, num_sequences: int, context: int, device: str) -> Case:
+    """The same over K/V of one byte and a scale for each token's head."""
+    quantization = Quantization("float8_e4m3")
+    layout = heads.layout(dtype, quantization)
+    call = DecodeCall(layout, heads.group, num_sequences, context, device)
+    return Case(
+        call.name, f"{dtype}, K/V {quantization.dtype}", call.operations("decode, 1-byte K/V")
+    )
+
+
+def latent_case(
+    latents: Latents, dtype: str, num_sequences: int, context: int, device: str
+) -> Case:
+    """One new token of each of some sequences, over the latents of all heads."""
+    layout = LatentLayout(1, latents.latent_dim, latents.rope_dim, latents.block_size, dtype)
+    call = DecodeCall(layout, latents.num_heads, num_sequences, context, device)
+    # A product with R + P elements for the score, one with R for the output.
+    a_token = 2 * (layout.head_dim + layout.value_dim) * latents.num_heads
+    operations = call.operations("decode over latents", a_token * num_sequences * context)
+    return Case(f"{call.name}, latents", dtype, operations, needs_all_threads=True)
+
+
+class DecodeCall:
+    """Tensors of a Decode of one token of each of some sequences of one length."""
+
+    def __init__(
+        self, layout: Layout, group: int, num_sequences: int, context: int, device: str
+    ) -> None:
+        size = layout.block_size
+        self.pool = Pool(layout, group, num_sequences * -(-context // size), device)
+        tables = [self.pool.take(context) for _ in range(num_sequences)]
+        self.batch = _batch(tables, context - 1, 1, size)
+        self.q = self.pool.queries(num_sequences)
+        self.num_bytes = self.pool.kv_bytes(num_sequences * context)
+        self.name = f"Decode of {num_sequences} x {context:,} tokens"
+        self._options = AttentionOptions(scale=layout.head_dim**-0.5)
+
+    def operations(self, name: str, flops: int = 0) -> tuple[Operation, ...]:
+        words = self.pool.memory.spans.view(torch.int64)
+        return (
+            Operation(READ, words.sum, self.num_bytes),
+            Operation(name, self._decode, self.num_bytes, flops, beside=READ),
         )
 
-    return Case(
-        f"Decode of {num_sequences} x {context:,} tokens",
-        dtype,
-        (
-            Operation("read all K/V", words.sum, num_bytes),
-            Operation(
-                "decode",
-                lambda: decode(q, pool.cache, batch, PLAIN_ATTENTION),
-                num_bytes,
-                beside="read all K/V",
-            ),
-            Operation("gather + SDPA", gather_sdpa, num_bytes, beside="read all K/V"),
-        ),
-    )
+    def _decode(self) -> torch.Tensor:
+        return decode(self.q, self.pool.cache, self.batch, self._options)
 
 
 def prefill_case(heads: Heads, dtype: str, new: int, cached: int, device: str) -> Case:
@@ -251,9 +292,6 @@ def _batch(tables: list[BlockIds], start: int, num_tokens: int, block_size: int)
     """Each sequence computes so many tokens from `start` on."""
     count = len(tables)
     return make_batch(tables, [start] * count, [num_tokens] * count, [0] * count, block_size)
-
-
-CEILINGS, COPY, MATMUL = "Ceilings", "copy", "matmul"
 
 
 def ceiling_case(dtype: str, copy_bytes: int, matmul_size: int, device: str) -> Case:

@@ -12,9 +12,12 @@ from prefixcache.bench.attention import bench_attention, cpu_settings, gpu_setti
 from prefixcache.bench.attention_cases import (
     Case,
     Heads,
+    Latents,
     decode_case,
+    latent_case,
     move_case,
     prefill_case,
+    quantized_case,
     shared_case,
 )
 from prefixcache.bench.report import to_json
@@ -46,6 +49,19 @@ def test_what_is_compared_computes_the_same(dtype: str) -> None:
     assert_close(found["tree"], found["flat"].double())
 
 
+def test_one_byte_and_latent_decode_read_the_bytes_of_their_caches() -> None:
+    case = quantized_case(HEADS, "float32", 3, 8, "cpu")
+    found = results_of(case)
+    assert found["decode, 1-byte K/V"].shape == (3, 6, 16)
+    assert {operation.num_bytes for operation in case.operations} == {2 * 3 * 8 * 2 * 16}
+    latents = Latents(num_heads=4, latent_dim=8, rope_dim=2, block_size=4)
+    case = latent_case(latents, "float32", 3, 8, "cpu")
+    assert results_of(case)["decode over latents"].shape == (3, 4, 8)
+    read, decode = case.operations
+    assert read.num_bytes == decode.num_bytes == 3 * 8 * (8 + 2) * 4
+    assert decode.flops == 2 * (8 + 2 + 8) * 4 * 3 * 8
+
+
 def test_the_plan_of_a_step_finds_what_is_shared() -> None:
     found = results_of(shared_case(HEADS, "float32", 40, 200, 3, "cpu"))
     plan = found["plan of a step"]
@@ -74,7 +90,7 @@ def test_times_have_ratios_to_their_floor_and_rates_to_the_ceilings(report: dict
         (False, True),
     ]
     for dtype in ("float32", "bfloat16"):
-        floor, _ = rows_named(report, "read all K/V", dtype=dtype)
+        floor, *_ = rows_named(report, "read all K/V", dtype=dtype)
         decode, rate = rows_named(report, "decode", dtype=dtype)
         ratio = decode["median_s"] / floor["median_s"]
         assert decode["ratios"]["read all K/V"] == pytest.approx(ratio, rel=1e-4)
