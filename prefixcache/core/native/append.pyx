@@ -45,7 +45,14 @@ def append_batch(Pool pool, hasher, dict live, bytes owner, batch, append_row):
     cdef const uint32_t[::1] start_positions = starts, num_tokens = lengths, token_ids = tokens
     cdef const uint32_t[::1] num_kv_valid = valids, num_lookahead_tokens = lookaheads
     cdef dict keys_by_row = extra_keys
-    cdef Py_ssize_t num_rows = sequence_ids.shape[0], row, begin = 0, end
+    cdef Py_ssize_t num_rows = sequence_ids.shape[0], row, begin = 0, end = 0
+    for column in (starts, lengths, valids, lookaheads):
+        if len(column) != num_rows:
+            raise ValueError(f"a column of {len(column)} rows, not {num_rows}")
+    for row in range(num_rows):
+        end += num_tokens[row]
+    if end != token_ids.shape[0]:
+        raise ValueError(f"{token_ids.shape[0]} tokens for rows of {end}")
     cdef array.array codes = array.clone(_COLUMN, num_rows, zero=False)
     cdef array.array num_new_blocks = array.clone(_COLUMN, num_rows, zero=True)
     cdef array.array num_copies = array.clone(_COLUMN, num_rows, zero=True)
