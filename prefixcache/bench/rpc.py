@@ -38,6 +38,7 @@ from prefixcache.bench.machine import machine_facts
 from prefixcache.bench.measure import Candidate, Laps, Progress, Rounds, run_rounds
 from prefixcache.bench.report import Ratio, Report, Row, Target
 from prefixcache.bench.split import measure_split
+from prefixcache.bench.step_appends import measure_step_appends
 from prefixcache.client import Client
 from prefixcache.client.channel import channel_options, resolve_target
 from prefixcache.rpc.status import from_rpc_error
@@ -156,6 +157,7 @@ def _measure(settings: RpcSettings, progress: Progress) -> tuple[Row, ...]:
         steps: tuple[Row, ...] = ()
         if "commit" in client.server_info().capabilities:
             steps = measure_engine_step(client, settings.tokens, settings.split_rounds, progress)
+        steps += measure_step_appends(client, settings.split_rounds, progress)
         split = measure_split(settings.tokens, echo, sizes, settings.split_rounds, progress)
     return (*_rows(laps, sizes), *steps, *fairness, *split)
 

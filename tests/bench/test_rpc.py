@@ -59,6 +59,18 @@ def test_each_call_stands_beside_an_echo_of_its_sizes(report: dict[str, Any]) ->
         assert client["in_flight"] == 1
 
 
+@pytest.mark.parametrize("rows", ["1 row", "64 rows"])
+def test_an_append_is_measured_as_a_call_and_as_steps_on_the_way(
+    report: dict[str, Any], rows: str
+) -> None:
+    (call,) = rows_named(report, f"Append, {rows}: call")
+    for depth in (1, 2, 4):
+        (step,) = rows_named(report, f"Append, {rows}: Step, {depth} on the way")
+        assert step["count"] == call["count"]
+        ratio = step["median_s"] / call["median_s"]
+        assert step["ratios"]["the call"] == pytest.approx(ratio, rel=1e-4)
+
+
 def test_an_engines_step_is_measured_as_its_calls_and_as_one_step(report: dict[str, Any]) -> None:
     (calls,), (step,) = rows_named(report, "its four calls"), rows_named(report, "one Step")
     assert calls["count"] == step["count"]
