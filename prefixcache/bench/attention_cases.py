@@ -206,7 +206,7 @@ def prefill_case(heads: Heads, dtype: str, new: int, cached: int, device: str) -
     batch = _batch([table], cached, new, heads.block_size)
     q = pool.queries(new)
     keys, values = pool.gather(torch.from_numpy(table[None].astype(np.int64)), new + cached)
-    keys, values = keys.contiguous(), values.contiguous()
+    keys, values = (each.repeat_interleave(heads.group, dim=1) for each in (keys, values))
     rows = q.transpose(0, 1)[None].contiguous()
     mask = causal_lower_right(new, new + cached)
     # Two products of D multiplications and additions for each pair of tokens that sees each other.
@@ -218,9 +218,7 @@ def prefill_case(heads: Heads, dtype: str, new: int, cached: int, device: str) -
         (
             Operation(
                 "SDPA on contiguous tensors",
-                lambda: F.scaled_dot_product_attention(
-                    rows, keys, values, attn_mask=mask, enable_gqa=True
-                ),
+                lambda: F.scaled_dot_product_attention(rows, keys, values, attn_mask=mask),
                 flops=flops,
             ),
             Operation(
