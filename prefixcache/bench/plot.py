@@ -6,7 +6,7 @@ Needs matplotlib, which is an extra: `pip install prefixcache[plot]`.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -15,6 +15,8 @@ from prefixcache.bench.report import Row
 from prefixcache.errors import InvalidArgumentError
 
 _PANELS = ((POOL_SECTION, "blocks", 1e9, "ns"), (LIVE_SECTION, "live_sequences", 1e6, "us"))
+
+_HEADROOM = 2.0  # over the highest median; slow outliers would flatten the lines
 
 
 def check_plotting() -> None:
@@ -25,8 +27,8 @@ def check_plotting() -> None:
         )
 
 
-def plot_growth(rows: Iterable[Row], path: Path) -> None:
-    """Write medians, with the span from the fastest to the slowest half, as a PNG."""
+def plot_growth(rows: Sequence[Row], path: Path) -> None:
+    """Write medians as a PNG, and the span from the fastest to the p99, as far up as fits."""
     # The figure alone: no window, no state of matplotlib's own.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -37,6 +39,8 @@ def plot_growth(rows: Iterable[Row], path: Path) -> None:
     figure = Figure(figsize=(11, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
     for panel, (section, label, factor, unit) in zip(figure.subplots(1, 2), _PANELS, strict=True):
+        medians = [row.summary.median for row in rows if row.section == section]
+        highest = factor * max(medians)
         for (of, name), found in lines.items():
             if of != section:
                 continue
@@ -47,7 +51,7 @@ def plot_growth(rows: Iterable[Row], path: Path) -> None:
                 sizes, lowest, [row.summary.p99 * factor for row in found], alpha=0.15
             )
         panel.set(xscale="log", xlabel=label.replace("_", " "), ylabel=unit, title=section)
-        panel.set_ylim(bottom=0)
+        panel.set_ylim(0, _HEADROOM * highest)
         panel.grid(alpha=0.3)
         panel.legend()
     figure.savefig(path, format="png", dpi=120)
