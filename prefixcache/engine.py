@@ -21,6 +21,7 @@ from prefixcache.attention.step_batches import StepBatches
 from prefixcache.attention.write_kv import write_kv
 from prefixcache.core.append_batch import AppendBatch, AppendedBatch
 from prefixcache.core.sequences import Sequences
+from prefixcache.core.sessions import CallOrder
 from prefixcache.errors import InvalidArgumentError
 from prefixcache.storage.kv_cache import KVCache
 from prefixcache.storage.layout import Layout
@@ -42,9 +43,15 @@ class Engine:
         self._batches = StepBatches(memory.layout.block_size)
         self.memory = memory
 
-    def append(self, owner: bytes, batch: AppendBatch) -> AppendedBatch:
-        """`Sequences.append`, with the copies made before it returns."""
+    def append(
+        self, owner: bytes, batch: AppendBatch, order: CallOrder | None = None
+    ) -> AppendedBatch:
+        """`Sequences.append`, with the copies made before it returns.
+
+        order: as for `LiveSequences.take_turn`, in every call.
+        """
         with self._sequences.lock:
+            self._sequences.live.take_turn(owner, order)
             appended = self._sequences.append(owner, batch)
             ticket = None
             if appended.copy_sources:
@@ -71,6 +78,7 @@ class Engine:
         columns: Columns,
         tensors: NewTokens,
         options: AttentionOptions,
+        order: CallOrder | None = None,
     ) -> HostTensor:
         """Write K/V of new tokens of one layer and attend over all tokens so far.
 
@@ -80,7 +88,7 @@ class Engine:
         Raises InvalidArgumentError and the errors of `Sequences.begin_attention`; nothing has
         been written then.
         """
-        return self._attend(prefill, owner, layer, columns, tensors, options)
+        return self._attend(prefill, owner, layer, columns, tensors, options, order)
 
     def decode(
         self,
@@ -89,9 +97,10 @@ class Engine:
         columns: Columns,
         tensors: NewTokens,
         options: AttentionOptions,
+        order: CallOrder | None = None,
     ) -> HostTensor:
         """`prefill` for one or a few tokens of each of many sequences."""
-        return self._attend(decode, owner, layer, columns, tensors, options)
+        return self._attend(decode, owner, layer, columns, tensors, options, order)
 
     def _attend(
         self,
@@ -101,6 +110,7 @@ class Engine:
         columns: Columns,
         tensors: NewTokens,
         options: AttentionOptions,
+        order: CallOrder | None = None,
     ) -> HostTensor:
         layout = self.memory.layout
         if not 0 <= layer < layout.num_layers:
@@ -111,6 +121,7 @@ class Engine:
         q, k = self._to_device(tensors[0]), self._to_device(tensors[1])
         v = None if tensors[2] is None else self._to_device(tensors[2])
         with self._sequences.lock:
+            self._sequences.live.take_turn(owner, order)
             ticket = self._sequences.begin_attention(owner, layer, *columns)
         written = False
         try:

@@ -11,6 +11,7 @@ PrefixCacheError
 │   └── RequestIdConflictError      request_id was used for other content
 ├── FailedPreconditionError
 │   ├── WrongPositionError          the call does not continue where the sequence stands
+│   ├── OvertakenError              an old copy of a call that its client has done with
 │   ├── BeyondTokensError     more tokens committed, or run, than the sequence has room for
 │   ├── NotComputedError            Fork of a sequence with tokens still to compute
 │   ├── BlocksInUseError            reset without force while blocks are referenced
@@ -56,6 +57,7 @@ __all__ = [
     "NoStorageError",
     "NotComputedError",
     "NotFoundError",
+    "OvertakenError",
     "PrefixCacheError",
     "RequestIdConflictError",
     "ResourceExhaustedError",
@@ -180,6 +182,16 @@ class WrongPositionError(FailedPreconditionError):
         super().__init__(
             f"sequence {sequence_id:#018x} stands at position {expected}, the call says {given}",
             {"sequence_id": sequence_id, "given": given, "expected": expected},
+        )
+
+
+class OvertakenError(FailedPreconditionError):
+    reason = "OVERTAKEN"
+
+    def __init__(self, number: int, settled: int) -> None:
+        super().__init__(
+            f"call {number} comes too late: its client waits for none up to {settled} any more",
+            {"number": number, "settled": settled},
         )
 
 

@@ -449,6 +449,7 @@ class AsyncClient:
         if not lost:
             return
         request = lease.lost_requests.free_request(lost)
+        number = lease.begin(request)
         try:
             reply = await self._stubs["Free"](request, timeout=min(timeout_s, FREE_TIMEOUT_S))
         except grpc.RpcError as failure:
@@ -457,13 +458,19 @@ class AsyncClient:
             return
         else:
             lease.lost_requests.answered(lost, reply)
+        finally:
+            lease.end(number)
 
     def _check_open(self) -> None:
         if self._is_closed:
             raise FailedPreconditionError("the client is closed")
 
     async def _reply(self, call: Call[Any], timeout_s: float, lease: Lease | None) -> Any:
+        number = lease.begin(call.request) if lease is not None else 0
         sending = self._stubs[call.method](call.request, timeout=timeout_s)
+        if lease is not None:
+            # Not with the task: the call may go on without it.
+            sending.add_done_callback(lambda _: lease.end(number))
         if not (call.goes_on or call.request_ids):
             return await sending
         # Cancelled on its way, it would leave its sequences behind in the daemon.

@@ -1,12 +1,15 @@
 """What owns a client's sequences: a session of the daemon, or 16 bytes that the client made up.
 
-Knows whether the session is lost, and the requests in it that may have made sequences unseen. No
-I/O; the keepers beat, the clients make the calls. Safe to use from many threads.
+Knows whether the session is lost, which of its calls are under way, and the requests that may have
+made sequences unseen. No I/O; the keepers beat, the clients make the calls. Safe to use from many
+threads.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Sequence
+from itertools import count
 from typing import Any
 
 from prefixcache.client.lost_requests import LostRequest, LostRequests
@@ -34,6 +37,9 @@ class Lease:
         self._owner = owner
         self._boot_id = boot_id
         self._cause: str | None = None
+        self._lock = threading.Lock()
+        self._call_numbers = count(1)
+        self._waiting: dict[int, None] = {}
 
     @classmethod
     def without_session(cls) -> Lease:
@@ -71,6 +77,28 @@ class Lease:
     def due_requests(self) -> list[LostRequest]:
         """Requests to free what they have made; none of a session that is lost."""
         return [] if self.is_lost else self.lost_requests.due()
+
+    def begin(self, *requests: Any) -> int:
+        """Number requests that are sent together in a session: old copies of them can be told.
+
+        Each call of the caller's gets a number of its own, and its repeats by gRPC are the same
+        bytes. Returns the number, for `end`.
+        """
+        if not self.is_session:
+            return 0
+        with self._lock:
+            number = next(self._call_numbers)
+            self._waiting[number] = None
+            settled = next(iter(self._waiting)) - 1
+        for request in requests:
+            order = (request.batch if hasattr(request, "batch") else request).order
+            order.number, order.settled = number, settled
+        return number
+
+    def end(self, number: int) -> None:
+        """Nobody waits for that call any more: it was answered, or given up."""
+        with self._lock:
+            self._waiting.pop(number, None)
 
     def failed(self, error: PrefixCacheError, request_ids: Iterable[str] = ()) -> PrefixCacheError:
         """A call has failed: the error to raise.

@@ -96,6 +96,7 @@ class Step(Generic[SequenceT]):
         self.sequence_ids: set[int] = set()
         self.was_sent = False
         self.error: PrefixCacheError | None = None
+        self._number = 0
         self._lease = lease
         self._info = info
         self._make_sequence = make_sequence
@@ -184,7 +185,9 @@ class Step(Generic[SequenceT]):
         return any(now() != then for now, then in self._starts)
 
     def request(self) -> Any:
-        """The twin message of the whole step."""
+        """The twin message of the whole step, as it is sent now."""
+        pending_calls = (*self._batches.values(), *self._allocates)
+        self._number = self._lease.begin(*[pending.call.request for pending in pending_calls])
         return twin("StepRequest")(
             **{name: pending.call.request for name, pending in self._batches.items()},
             allocates=[pending.call.request for pending in self._allocates],
@@ -192,6 +195,7 @@ class Step(Generic[SequenceT]):
 
     def answer(self, reply: Any) -> None:
         """Give each call its part of a StepResponse."""
+        self._lease.end(self._number)
         refused = {(error.call, error.index): error.status for error in reply.errors}
         for name in _BATCHES:
             if name in self._batches:
@@ -203,6 +207,7 @@ class Step(Generic[SequenceT]):
 
     def fail(self, error: PrefixCacheError) -> None:
         """No answer will come."""
+        self._lease.end(self._number)
         self.error = error
         for pending in (*self._batches.values(), *self._allocates):
             pending.fail(error)

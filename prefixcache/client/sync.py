@@ -439,6 +439,7 @@ class Client:
         if not lost:
             return
         request = lease.lost_requests.free_request(lost)
+        number = lease.begin(request)
         try:
             reply = self._stubs["Free"](request, timeout=min(timeout_s, FREE_TIMEOUT_S))
         except grpc.RpcError as failure:
@@ -447,13 +448,22 @@ class Client:
             return
         else:
             lease.lost_requests.answered(lost, reply)
+        finally:
+            lease.end(number)
 
     def _check_open(self) -> None:
         if self._is_closed:
             raise FailedPreconditionError("the client is closed")
 
     def _reply(self, call: Call[Any], timeout_s: float, lease: Lease | None) -> Any:
-        return self._stubs[call.method](call.request, timeout=timeout_s)
+        send = self._stubs[call.method]
+        if lease is None:
+            return send(call.request, timeout=timeout_s)
+        number = lease.begin(call.request)
+        try:
+            return send(call.request, timeout=timeout_s)
+        finally:
+            lease.end(number)
 
 
 def _states(sequences: Rows[Sequence]) -> list[SequenceState]:

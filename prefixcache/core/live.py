@@ -10,16 +10,14 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterator, Mapping
-from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field
 from itertools import chain
 
 from prefixcache.core import growth
 from prefixcache.core.pool import PLAIN, Pool
 from prefixcache.core.sequence import Sequence
-from prefixcache.core.sessions import Session, SessionLimits, Sessions, is_session_id
+from prefixcache.core.sessions import CallOrder, Session, SessionLimits, Sessions, is_session_id
 from prefixcache.errors import (
-    RequestIdConflictError,
     SequenceBusyError,
     SequenceNotFoundError,
     TooManySequencesError,
@@ -115,33 +113,26 @@ class LiveSequences:
         self._owners[owner] = record
         return record.requests
 
+    def take_turn(self, owner: bytes, order: CallOrder | None) -> None:
+        """Of a call in a session: raises OvertakenError if it is an old copy.
+
+        order: None of a client that numbers no calls. Goes ahead of the call, under one lock.
+        """
+        if order is not None and is_session_id(owner):
+            self.sessions.take_turn(owner, order)
+
     def call_ended(self, owner: bytes) -> None:
         """`touch`, for an owner that may have ended while its call was running."""
         if not is_session_id(owner) or owner in self.sessions:
             self.touch(owner)
 
-    def check_can_add(self, owner: bytes, request_ids: Rows[str]) -> None:
-        """Whether a session may have one more sequence for each of these retry keys.
-
-        Raises RequestIdConflictError for the key of a sequence that has ended, and
-        TooManySequencesError.
-        """
-        if not is_session_id(owner):
-            return
-        ended = self.sessions.find(owner).ended_requests
-        for request_id in request_ids:
-            if request_id in ended:
-                raise RequestIdConflictError(request_id)
+    def check_can_add(self, owner: bytes, count: int) -> None:
+        """Raises TooManySequencesError if a session would have more sequences than it may."""
         limit = self.sessions.limits.max_sequences
         record = self._session_owners.get(owner)
         held = len(record.sequences) if record is not None else 0
-        if held + len(request_ids) > limit:
+        if is_session_id(owner) and held + count > limit:
             raise TooManySequencesError(limit)
-
-    def request_ended(self, owner: bytes, request_id: str) -> None:
-        """In a session: a request of this key that comes later makes no sequence."""
-        if request_id and is_session_id(owner) and owner in self.sessions:
-            self.sessions.find(owner).request_ended(request_id)
 
     def get(self, owner: bytes, sequence_id: int) -> Sequence | None:
         """None also for a sequence of another owner."""
@@ -197,7 +188,6 @@ class LiveSequences:
         del owner.sequences[sequence.sequence_id]
         if sequence.request_id:
             del owner.requests[sequence.request_id]
-            self.request_ended(sequence.owner, sequence.request_id)
         if not owner.sequences:
             del owners[sequence.owner]
         self._dying[sequence.sequence_id] = sequence

@@ -149,7 +149,7 @@ class Sequences:
         earlier = self.live.touch(owner).get(request_id)
         if earlier is not None:
             return self._repeated_allocate(earlier, call, prompt)
-        self.live.check_can_add(owner, [request_id])
+        self.live.check_can_add(owner, 1)
 
         num_tokens, size = len(prompt.token_ids), self.pool.block_size
         chain = prompt.chain if cache_use.reads else None
@@ -306,7 +306,7 @@ class Sequences:
         growth.check_position(parent, num_tokens, parent.num_tokens)
         if parent.num_computed < num_tokens:
             raise NotComputedError(sequence_id, parent.num_computed, num_tokens)
-        self.live.check_can_add(owner, request_ids)
+        self.live.check_can_add(owner, len(request_ids))
 
         growth.drop_blocks_after(self.pool, parent, num_tokens)
         parent.computed = [num_tokens] * self._num_layers
@@ -355,10 +355,7 @@ class Sequences:
         """
         requests = self.live.touch(owner)
         codes = [self._end(self.live.get(owner, sequence_id)) for sequence_id in sequence_ids]
-        for request_id in request_ids:
-            codes.append(self._end(requests.get(request_id)))
-            # Also if it is not known: the request may come after the Free that was sent after it.
-            self.live.request_ended(owner, request_id)
+        codes += [self._end(requests.get(request_id)) for request_id in request_ids]
         return codes
 
     def _end(self, sequence: Sequence | None) -> ResultCode:

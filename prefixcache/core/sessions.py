@@ -15,17 +15,17 @@ from __future__ import annotations
 import hashlib
 import secrets
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from prefixcache.errors import (
+    OvertakenError,
     RequestIdConflictError,
     SessionNotFoundError,
     TooManySessionsError,
 )
 
 SESSION_ID_BYTES = 24
-MAX_ENDED_REQUESTS = 16384
-"""Retry keys of sequences that have ended, which a session remembers."""
 _DIGEST_CHARS = 16
 
 
@@ -45,8 +45,7 @@ class Session:
 
     stream: number of its KeepAlive stream; None if there is none now.
     broken_at_s: when its last stream broke; None while one is there, and before the first one.
-    ended_requests: retry keys whose sequences have ended, or that were freed before they came. A
-        late copy of such a request would make a sequence that nobody knows of.
+    settled: its client waits for no call of this number or a lower one any more.
     """
 
     session_id: bytes
@@ -58,17 +57,23 @@ class Session:
     expires_at_s: float
     stream: int | None = None
     broken_at_s: float | None = None
-    ended_requests: dict[str, None] = field(default_factory=dict)
+    settled: int = 0
 
     @property
     def digest(self) -> str:
         return owner_digest(self.session_id)
 
-    def request_ended(self, request_id: str) -> None:
-        """No request of this key makes a sequence any more. The oldest keys are forgotten."""
-        self.ended_requests[request_id] = None
-        if len(self.ended_requests) > MAX_ENDED_REQUESTS:
-            del self.ended_requests[next(iter(self.ended_requests))]
+
+class CallOrder(NamedTuple):
+    """The number of a call in a session, and up to where its client waits for none any more.
+
+    Where a sequence stands does not tell an old copy of a call once the sequence is back where it
+    was, after Truncate or drafts; nor does a retry key once its sequence is freed, or was refused.
+    What was settled can be told in both cases. The idea is RIFL's (Lee et al., SOSP 2015).
+    """
+
+    number: int
+    settled: int
 
 
 def is_session_id(owner: bytes) -> bool:
@@ -140,6 +145,13 @@ class Sessions:
         session = self.find(session_id)
         session.expires_at_s = self._clock() + session.ttl_s
         return session
+
+    def take_turn(self, session_id: bytes, order: CallOrder) -> None:
+        """A call has come, and may go on. Raises OvertakenError, or SessionNotFoundError."""
+        session = self.find(session_id)
+        if order.number <= session.settled:
+            raise OvertakenError(order.number, session.settled)
+        session.settled = max(session.settled, order.settled)
 
     def connect(self, session_id: bytes) -> int:
         """A KeepAlive stream of the session is there, in place of any other; its number.

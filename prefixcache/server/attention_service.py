@@ -42,4 +42,5 @@ def _arguments(request: attention_pb2.PrefillRequest | attention_pb2.DecodeReque
     k = codec.tensor_from_wire(request.k, "k")
     v = codec.tensor_from_wire(request.v, "v") if request.HasField("v") else None
     columns = (list(batch.sequence_ids), list(batch.start_positions), list(batch.num_tokens))
-    return owner, batch.layer, columns, (q, k, v), codec.options_from_wire(batch)
+    options = codec.options_from_wire(batch)
+    return owner, batch.layer, columns, (q, k, v), options, checks.order(batch)

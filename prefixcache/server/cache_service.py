@@ -60,6 +60,7 @@ class CacheService:
 
     def allocate(self, request: cache_pb2.AllocateRequest) -> Any:
         owner = checks.owner(request.owner)
+        order = checks.order(request)
         request_id = checks.request_id(request.request_id)
         token_ids, extra_keys = checks.prompt(request, self._block_size)
         cache_use = checks.cache_use(request.cache_use)
@@ -68,6 +69,7 @@ class CacheService:
         self._check_not_draining()
         prompt = self._sequences.prepare(token_ids, extra_keys)
         with self._sequences.lock:
+            self._sequences.live.take_turn(owner, order)
             allocated = self._sequences.allocate(
                 owner,
                 request_id,
@@ -85,11 +87,13 @@ class CacheService:
 
     def append(self, request: cache_pb2.AppendRequest) -> Any:
         owner = checks.owner(request.owner)
+        order = checks.order(request)
         batch = checks.append_batch(request, self._block_size)
         if self._daemon.engine is not None:
-            appended = self._daemon.engine.append(owner, batch)
+            appended = self._daemon.engine.append(owner, batch, order)
         else:
             with self._sequences.lock:
+                self._sequences.live.take_turn(owner, order)
                 appended = self._sequences.append(owner, batch)
         return twin("AppendResponse")(
             result_codes=column32(appended.result_codes),
@@ -103,6 +107,7 @@ class CacheService:
 
     def commit(self, request: cache_pb2.CommitRequest) -> Any:
         owner = checks.owner(request.owner)
+        order = checks.order(request)
         checks.equal_lengths(request, "sequence_ids", "start_positions", "num_computed_tokens")
         checks.distinct(request.sequence_ids)
         if self._daemon.engine is not None:
@@ -110,6 +115,7 @@ class CacheService:
         columns = request.sequence_ids, request.start_positions, request.num_computed_tokens
         rows = list(map(CommitRow._make, zip(*columns, strict=True)))
         with self._sequences.lock:
+            self._sequences.live.take_turn(owner, order)
             results = self._sequences.commit(owner, rows)
         return twin("CommitResponse")(
             result_codes=column32([result.code for result in results]),
@@ -118,6 +124,7 @@ class CacheService:
 
     def fork(self, request: cache_pb2.ForkRequest) -> Any:
         owner = checks.owner(request.owner)
+        order = checks.order(request)
         request_ids = [checks.request_id(r, "request_ids") for r in request.request_ids]
         limit = self._daemon.info.limits.max_fork_children
         if not 1 <= len(request_ids) <= limit:
@@ -128,6 +135,7 @@ class CacheService:
             raise InvalidArgumentError("request_ids", "must all be empty, or all be different")
         self._check_not_draining()
         with self._sequences.lock:
+            self._sequences.live.take_turn(owner, order)
             children = self._sequences.fork(
                 owner, request.sequence_id, request.num_tokens, request_ids
             )
@@ -135,7 +143,9 @@ class CacheService:
 
     def truncate(self, request: cache_pb2.TruncateRequest) -> Any:
         owner = checks.owner(request.owner)
+        order = checks.order(request)
         with self._sequences.lock:
+            self._sequences.live.take_turn(owner, order)
             dropped = self._sequences.truncate(
                 owner, request.sequence_id, request.num_tokens_before, request.num_tokens_after
             )
@@ -143,8 +153,10 @@ class CacheService:
 
     def free(self, request: cache_pb2.FreeRequest) -> Any:
         owner = checks.owner(request.owner)
+        order = checks.order(request)
         request_ids = checks.request_names(request.request_ids)
         with self._sequences.lock:
+            self._sequences.live.take_turn(owner, order)
             codes = self._sequences.free(owner, request.sequence_ids, request_ids)
         return twin("FreeResponse")(result_codes=column32(codes))
 

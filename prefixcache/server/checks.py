@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from prefixcache.core.append_batch import AppendBatch
 from prefixcache.core.extra_keys import check_extra_keys
-from prefixcache.core.sessions import SESSION_ID_BYTES
+from prefixcache.core.sessions import SESSION_ID_BYTES, CallOrder
 from prefixcache.errors import InvalidArgumentError
 from prefixcache.rpc import codec
 from prefixcache.types import NO_EXTRA_KEYS, CacheUse, ExtraKeys, FullHit, TokenIds
@@ -38,6 +38,18 @@ def session_id(value: bytes) -> bytes:
             "session_id", f"has {len(value)} bytes, must have {SESSION_ID_BYTES}"
         )
     return value
+
+
+def order(request: Any) -> CallOrder | None:
+    """Of a request, or of an attention batch, that has one."""
+    if not request.HasField("order"):
+        return None
+    number, settled = request.order.number, request.order.settled
+    if settled >= number:
+        raise InvalidArgumentError(
+            "order.settled", f"is {settled}, must be below number ({number})"
+        )
+    return CallOrder(number, settled)
 
 
 def request_id(value: str, field: str = "request_id") -> str:

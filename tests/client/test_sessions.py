@@ -19,7 +19,6 @@ from prefixcache.errors import (
     DeadlineExceededError,
     InternalError,
     InvalidArgumentError,
-    RequestIdConflictError,
     SessionLostError,
     SessionNotFoundError,
     TooManySessionsError,
@@ -448,11 +447,11 @@ def test_closing_frees_what_was_not_freed(client_kind):
         assert (stats.sequences, stats.sessions, stats.referenced) == (0, 0, 0)
 
 
-def test_a_request_id_names_one_sequence_in_a_session(client_kind):
+def test_a_request_id_is_free_again_after_its_sequence(client_kind):
+    """A preempted request comes back under its name."""
     with (
         running_daemon(CacheOptions(16, 4)) as running,
         open_client(client_kind, running.target) as client,
     ):
         client.sequence([1], request_id="q").free()
-        with pytest.raises(RequestIdConflictError):
-            client.sequence([1], request_id="q")
+        client.sequence([1], request_id="q", resumed=True).free()

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from prefixcache.core import sessions as sessions_module
 from prefixcache.core.append_batch import AppendBatch
 from prefixcache.core.sequence import AppendRow, CommitRow
-from prefixcache.core.sessions import SESSION_ID_BYTES, SessionLimits
+from prefixcache.core.sessions import SESSION_ID_BYTES, CallOrder, SessionLimits
 from prefixcache.errors import (
+    OvertakenError,
     RequestIdConflictError,
     SequenceNotFoundError,
     SessionNotFoundError,
@@ -314,7 +314,7 @@ def test_blocks_of_a_running_call_outlive_their_session(end: str) -> None:
     assert manager.sequences.stats().cached == 0, "nothing commits after the end"
 
 
-# ---- limits and retry keys
+# ---- limits
 
 
 def test_one_sequence_more_than_a_session_may_have_is_refused() -> None:
@@ -337,46 +337,6 @@ def test_a_repeat_at_the_limit_is_answered_again() -> None:
     assert manager.allocate(T(2), owner=session, request_id="c") == held[2]
 
 
-def test_a_late_copy_of_a_request_whose_sequence_has_ended_makes_none() -> None:
-    manager = Sessions()
-    session = manager.open()
-    parent = manager.allocate(T(4), owner=session, request_id="q")
-    manager.commit(parent)
-    (child,) = manager.fork(parent, request_ids=["c"])
-    manager.free(child)
-    refused(manager, RequestIdConflictError, lambda: manager.fork(parent, request_ids=["c"]))
-    manager.free(parent)
-    refused(
-        manager,
-        RequestIdConflictError,
-        lambda: manager.allocate(T(4), owner=session, request_id="q"),
-    )
-
-
-def test_a_request_that_comes_after_the_free_that_names_it_makes_no_sequence() -> None:
-    manager = Sessions()
-    session = manager.open()
-    assert manager.sequences.free(session, [], ["q"]) == [ResultCode.NOT_FOUND]
-    refused(
-        manager,
-        RequestIdConflictError,
-        lambda: manager.allocate(T(4), owner=session, request_id="q"),
-    )
-    assert manager.allocate(T(4), owner=manager.open(), request_id="q").sequence_id
-
-
-def test_so_many_ended_requests_are_remembered_and_no_more(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(sessions_module, "MAX_ENDED_REQUESTS", 2)
-    manager = Sessions()
-    session = manager.open()
-    for name in "abc":
-        manager.free(manager.allocate(T(4), owner=session, request_id=name))
-    assert list(manager.table_of.find(session).ended_requests) == ["b", "c"]
-    manager.allocate(T(4), owner=session, request_id="a")
-
-
 # ---- what operators see
 
 
@@ -395,3 +355,40 @@ def test_sessions_are_listed_with_what_they_hold() -> None:
     (info,) = manager.sequences.live.list_after(0, 10)
     assert (info.sequence_id, info.client_name) == (held.sequence_id, "engine b")
     assert {one.digest, other.digest} == {manager.table_of.find(i).digest for i in (first, second)}
+
+
+# ---- old copies of calls
+
+
+def test_a_call_that_its_client_has_done_with_is_refused() -> None:
+    manager = Sessions()
+    session, other = manager.open(), manager.open()
+    live = manager.sequences.live
+    live.take_turn(session, CallOrder(1, 0))
+    live.take_turn(session, CallOrder(3, 0))
+    live.take_turn(session, CallOrder(2, 0))  # the client waits for all three
+    live.take_turn(session, CallOrder(3, 0))  # a repeat
+    live.take_turn(session, CallOrder(4, 2))
+    for number in (1, 2):
+        error = refused(
+            manager,
+            OvertakenError,
+            lambda number=number: live.take_turn(session, CallOrder(number, 0)),
+        )
+        assert error.fields == {"number": number, "settled": 2}
+    live.take_turn(session, CallOrder(5, 1))  # it was sent before the other
+    live.take_turn(session, CallOrder(3, 0))
+    live.take_turn(other, CallOrder(1, 0))
+
+
+def test_only_calls_in_a_session_that_are_numbered_have_an_order() -> None:
+    manager = Sessions()
+    session = manager.open()
+    live = manager.sequences.live
+    live.take_turn(session, CallOrder(9, 8))
+    live.take_turn(session, None)
+    for _ in range(2):
+        live.take_turn(ONE, CallOrder(1, 0))
+        live.take_turn(ONE, CallOrder(3, 2))
+    manager.sequences.close_session(session)
+    refused(manager, SessionNotFoundError, lambda: live.take_turn(session, CallOrder(10, 0)))

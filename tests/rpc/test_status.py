@@ -35,6 +35,7 @@ EXAMPLES = {
         errors.RequestIdConflictError("r"),
         errors.FailedPreconditionError("not now"),
         errors.WrongPositionError(7, 3, 4),
+        errors.OvertakenError(3, 4),
         errors.BeyondTokensError(7, 20, 10),
         errors.NotComputedError(7, 3, 10),
         errors.BlocksInUseError(4),

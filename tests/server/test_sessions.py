@@ -492,3 +492,39 @@ def test_a_sequence_is_listed_with_its_client_and_under_the_digest_of_its_sessio
     assert in_session.owner_digest == listed.owner_digest != without.owner_digest
     assert listed.num_sequences == 1
     assert served.stubs.stats().owners == 2
+
+
+# ---- old copies of calls
+
+
+def ordered(name: str, owner: bytes, sequence_id: int, number: int, settled: int) -> Any:
+    request = calls_in(owner, sequence_id)[name]
+    order = (request.batch if name in ("Prefill", "Decode") else request).order
+    order.number, order.settled = number, settled
+    return request
+
+
+@pytest.mark.parametrize("name", [name for name in calls_in(b"", 0) if name != "CloseSession"])
+def test_an_old_copy_of_a_call_is_refused_and_changes_nothing(storing: Served, name: str) -> None:
+    run = Run(Peer(storing.stubs, storing.open()), ToyModel(LAYOUT, 4), list(range(7))).allocate()
+    newer = cache_pb2.FreeRequest(owner=run.peer.owner)
+    newer.order.number, newer.order.settled = 9, 8
+    storing.stubs.call("Free", newer)
+    sequences, memory = storing.running.daemon.sequences, storing.running.daemon.engine.memory
+    before = snapshot(sequences), memory.spans.clone()
+    late = ordered(name, run.peer.owner, run.sequence_id, 8, 7)
+    refusal = storing.stubs.refused(name, late)
+    assert (refusal.code, refusal.reason) == (grpc.StatusCode.FAILED_PRECONDITION, "OVERTAKEN")
+    assert (refusal.numbers["number"], refusal.numbers["settled"]) == ("8", "8")
+    assert (snapshot(sequences), memory.spans.equal(before[1])) == (before[0], True)
+
+
+@pytest.mark.parametrize("name", [name for name in calls_in(b"", 0) if name != "CloseSession"])
+@pytest.mark.parametrize(("number", "settled"), [(0, 0), (3, 3), (3, 4)])
+def test_an_order_that_cannot_be_is_refused(
+    storing: Served, name: str, number: int, settled: int
+) -> None:
+    run = Run(Peer(storing.stubs, storing.open()), ToyModel(LAYOUT, 4), list(range(7))).allocate()
+    request = ordered(name, run.peer.owner, run.sequence_id, number, settled)
+    refusal = storing.stubs.refused(name, request)
+    assert (refusal.reason, refusal.field) == ("INVALID_ARGUMENT", "order.settled")

@@ -105,7 +105,6 @@ class ModelSession:
     renewed_s: float
     has_stream: bool = False
     broken_s: float | None = None
-    ended_requests: set[str] = field(default_factory=set)
 
 
 def cbor_hash_block(digest: Callable[[bytes], bytes]) -> HashBlock:
@@ -203,7 +202,7 @@ class Model:
                 if other.last == call:
                     return other.reply
                 raise Refused("RequestIdConflictError")
-        self._check_can_add(owner, [request_id])
+        self._check_can_add(owner, 1)
         hits = self._match(tokens, keys, full_hit) if cache_use.reads else []
         num_blocks = self._blocks_of(len(tokens) + lookahead)
         needed = num_blocks - len(hits) + sum(self.blocks[hit].refs == 0 for hit in hits)
@@ -334,7 +333,7 @@ class Model:
             raise Refused("WrongPositionError")
         if min(parent.computed) < num_tokens:
             raise Refused("NotComputedError")
-        self._check_can_add(owner, request_ids)
+        self._check_can_add(owner, len(request_ids))
         self._end_holds(parent)
         self._drop_tail(parent, num_tokens)
         parent.computed = [num_tokens] * self.num_layers
@@ -515,12 +514,8 @@ class Model:
             session.broken_s is not None and self.now_s - session.broken_s >= self.grace_s
         )
 
-    def _check_can_add(self, owner: bytes, request_ids: list[str]) -> None:
-        if not self._is_session(owner):
-            return
-        if self._session(owner).ended_requests & set(request_ids):
-            raise Refused("RequestIdConflictError")
-        if len(self._live(owner)) + len(request_ids) > self.max_session_sequences:
+    def _check_can_add(self, owner: bytes, count: int) -> None:
+        if self._is_session(owner) and len(self._live(owner)) + count > self.max_session_sequences:
             raise Refused("TooManySequencesError", limit=self.max_session_sequences)
 
     # ---- operators
@@ -745,8 +740,6 @@ class Model:
     def _end(self, sequence: ModelSequence) -> None:
         del self.sequences[sequence.name]
         sequence.alive = False
-        if sequence.request_id and sequence.owner in self.sessions:
-            self.sessions[sequence.owner].ended_requests.add(sequence.request_id)
         if not self._is_session(sequence.owner) and not self._live(sequence.owner):
             del self.owner_calls[sequence.owner]
         self.dying.append(sequence)

@@ -1,3 +1,4 @@
+from prefixcache.rpc._pb import cache_pb2 as _cache_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
@@ -29,7 +30,7 @@ class Tensor(_message.Message):
     def __init__(self, data_type: _Optional[_Union[DataType, str]] = ..., shape: _Optional[_Iterable[int]] = ..., data: _Optional[bytes] = ...) -> None: ...
 
 class AttentionBatch(_message.Message):
-    __slots__ = ("owner", "layer", "sequence_ids", "start_positions", "num_tokens", "scale", "window", "soft_cap", "alibi_slopes", "sinks")
+    __slots__ = ("owner", "layer", "sequence_ids", "start_positions", "num_tokens", "scale", "window", "soft_cap", "alibi_slopes", "sinks", "order")
     OWNER_FIELD_NUMBER: _ClassVar[int]
     LAYER_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -40,6 +41,7 @@ class AttentionBatch(_message.Message):
     SOFT_CAP_FIELD_NUMBER: _ClassVar[int]
     ALIBI_SLOPES_FIELD_NUMBER: _ClassVar[int]
     SINKS_FIELD_NUMBER: _ClassVar[int]
+    ORDER_FIELD_NUMBER: _ClassVar[int]
     owner: bytes
     layer: int
     sequence_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -50,7 +52,8 @@ class AttentionBatch(_message.Message):
     soft_cap: float
     alibi_slopes: _containers.RepeatedScalarFieldContainer[float]
     sinks: _containers.RepeatedScalarFieldContainer[float]
-    def __init__(self, owner: _Optional[bytes] = ..., layer: _Optional[int] = ..., sequence_ids: _Optional[_Iterable[int]] = ..., start_positions: _Optional[_Iterable[int]] = ..., num_tokens: _Optional[_Iterable[int]] = ..., scale: _Optional[float] = ..., window: _Optional[int] = ..., soft_cap: _Optional[float] = ..., alibi_slopes: _Optional[_Iterable[float]] = ..., sinks: _Optional[_Iterable[float]] = ...) -> None: ...
+    order: _cache_pb2.CallOrder
+    def __init__(self, owner: _Optional[bytes] = ..., layer: _Optional[int] = ..., sequence_ids: _Optional[_Iterable[int]] = ..., start_positions: _Optional[_Iterable[int]] = ..., num_tokens: _Optional[_Iterable[int]] = ..., scale: _Optional[float] = ..., window: _Optional[int] = ..., soft_cap: _Optional[float] = ..., alibi_slopes: _Optional[_Iterable[float]] = ..., sinks: _Optional[_Iterable[float]] = ..., order: _Optional[_Union[_cache_pb2.CallOrder, _Mapping]] = ...) -> None: ...
 
 class PrefillRequest(_message.Message):
     __slots__ = ("batch", "q", "k", "v")

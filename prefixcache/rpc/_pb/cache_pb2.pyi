@@ -214,8 +214,16 @@ class LookupResponse(_message.Message):
     block_hashes: _containers.RepeatedScalarFieldContainer[bytes]
     def __init__(self, num_cached_tokens: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., num_blocks_needed: _Optional[int] = ..., num_blocks_free: _Optional[int] = ..., block_hashes: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
+class CallOrder(_message.Message):
+    __slots__ = ("number", "settled")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    SETTLED_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    settled: int
+    def __init__(self, number: _Optional[int] = ..., settled: _Optional[int] = ...) -> None: ...
+
 class AllocateRequest(_message.Message):
-    __slots__ = ("owner", "request_id", "token_ids", "extra_keys", "num_lookahead_tokens", "cache_use", "full_hit", "layout_fingerprint", "resumed")
+    __slots__ = ("owner", "request_id", "token_ids", "extra_keys", "num_lookahead_tokens", "cache_use", "full_hit", "layout_fingerprint", "resumed", "order")
     OWNER_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -225,6 +233,7 @@ class AllocateRequest(_message.Message):
     FULL_HIT_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     RESUMED_FIELD_NUMBER: _ClassVar[int]
+    ORDER_FIELD_NUMBER: _ClassVar[int]
     owner: bytes
     request_id: str
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -234,7 +243,8 @@ class AllocateRequest(_message.Message):
     full_hit: FullHit
     layout_fingerprint: bytes
     resumed: bool
-    def __init__(self, owner: _Optional[bytes] = ..., request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., extra_keys: _Optional[_Union[ExtraKeys, _Mapping]] = ..., num_lookahead_tokens: _Optional[int] = ..., cache_use: _Optional[_Union[CacheUse, str]] = ..., full_hit: _Optional[_Union[FullHit, str]] = ..., layout_fingerprint: _Optional[bytes] = ..., resumed: _Optional[bool] = ...) -> None: ...
+    order: CallOrder
+    def __init__(self, owner: _Optional[bytes] = ..., request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., extra_keys: _Optional[_Union[ExtraKeys, _Mapping]] = ..., num_lookahead_tokens: _Optional[int] = ..., cache_use: _Optional[_Union[CacheUse, str]] = ..., full_hit: _Optional[_Union[FullHit, str]] = ..., layout_fingerprint: _Optional[bytes] = ..., resumed: _Optional[bool] = ..., order: _Optional[_Union[CallOrder, _Mapping]] = ...) -> None: ...
 
 class AllocateResponse(_message.Message):
     __slots__ = ("sequence_id", "num_cached_tokens", "block_ids")
@@ -255,7 +265,7 @@ class AppendExtraKeys(_message.Message):
     def __init__(self, row: _Optional[int] = ..., extra_keys: _Optional[_Union[ExtraKeys, _Mapping]] = ...) -> None: ...
 
 class AppendRequest(_message.Message):
-    __slots__ = ("owner", "sequence_ids", "start_positions", "num_tokens", "token_ids", "num_kv_valid", "num_lookahead_tokens", "extra_keys")
+    __slots__ = ("owner", "sequence_ids", "start_positions", "num_tokens", "token_ids", "num_kv_valid", "num_lookahead_tokens", "extra_keys", "order")
     OWNER_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_IDS_FIELD_NUMBER: _ClassVar[int]
     START_POSITIONS_FIELD_NUMBER: _ClassVar[int]
@@ -264,6 +274,7 @@ class AppendRequest(_message.Message):
     NUM_KV_VALID_FIELD_NUMBER: _ClassVar[int]
     NUM_LOOKAHEAD_TOKENS_FIELD_NUMBER: _ClassVar[int]
     EXTRA_KEYS_FIELD_NUMBER: _ClassVar[int]
+    ORDER_FIELD_NUMBER: _ClassVar[int]
     owner: bytes
     sequence_ids: _containers.RepeatedScalarFieldContainer[int]
     start_positions: _containers.RepeatedScalarFieldContainer[int]
@@ -272,7 +283,8 @@ class AppendRequest(_message.Message):
     num_kv_valid: _containers.RepeatedScalarFieldContainer[int]
     num_lookahead_tokens: _containers.RepeatedScalarFieldContainer[int]
     extra_keys: _containers.RepeatedCompositeFieldContainer[AppendExtraKeys]
-    def __init__(self, owner: _Optional[bytes] = ..., sequence_ids: _Optional[_Iterable[int]] = ..., start_positions: _Optional[_Iterable[int]] = ..., num_tokens: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_kv_valid: _Optional[_Iterable[int]] = ..., num_lookahead_tokens: _Optional[_Iterable[int]] = ..., extra_keys: _Optional[_Iterable[_Union[AppendExtraKeys, _Mapping]]] = ...) -> None: ...
+    order: CallOrder
+    def __init__(self, owner: _Optional[bytes] = ..., sequence_ids: _Optional[_Iterable[int]] = ..., start_positions: _Optional[_Iterable[int]] = ..., num_tokens: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_kv_valid: _Optional[_Iterable[int]] = ..., num_lookahead_tokens: _Optional[_Iterable[int]] = ..., extra_keys: _Optional[_Iterable[_Union[AppendExtraKeys, _Mapping]]] = ..., order: _Optional[_Union[CallOrder, _Mapping]] = ...) -> None: ...
 
 class AppendResponse(_message.Message):
     __slots__ = ("result_codes", "num_new_blocks", "new_block_ids", "num_copies", "copy_sources", "copy_destinations", "num_blocks_free")
@@ -293,16 +305,18 @@ class AppendResponse(_message.Message):
     def __init__(self, result_codes: _Optional[_Iterable[int]] = ..., num_new_blocks: _Optional[_Iterable[int]] = ..., new_block_ids: _Optional[_Iterable[int]] = ..., num_copies: _Optional[_Iterable[int]] = ..., copy_sources: _Optional[_Iterable[int]] = ..., copy_destinations: _Optional[_Iterable[int]] = ..., num_blocks_free: _Optional[int] = ...) -> None: ...
 
 class CommitRequest(_message.Message):
-    __slots__ = ("owner", "sequence_ids", "start_positions", "num_computed_tokens")
+    __slots__ = ("owner", "sequence_ids", "start_positions", "num_computed_tokens", "order")
     OWNER_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_IDS_FIELD_NUMBER: _ClassVar[int]
     START_POSITIONS_FIELD_NUMBER: _ClassVar[int]
     NUM_COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ORDER_FIELD_NUMBER: _ClassVar[int]
     owner: bytes
     sequence_ids: _containers.RepeatedScalarFieldContainer[int]
     start_positions: _containers.RepeatedScalarFieldContainer[int]
     num_computed_tokens: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, owner: _Optional[bytes] = ..., sequence_ids: _Optional[_Iterable[int]] = ..., start_positions: _Optional[_Iterable[int]] = ..., num_computed_tokens: _Optional[_Iterable[int]] = ...) -> None: ...
+    order: CallOrder
+    def __init__(self, owner: _Optional[bytes] = ..., sequence_ids: _Optional[_Iterable[int]] = ..., start_positions: _Optional[_Iterable[int]] = ..., num_computed_tokens: _Optional[_Iterable[int]] = ..., order: _Optional[_Union[CallOrder, _Mapping]] = ...) -> None: ...
 
 class CommitResponse(_message.Message):
     __slots__ = ("result_codes", "num_cached_blocks")
@@ -313,16 +327,18 @@ class CommitResponse(_message.Message):
     def __init__(self, result_codes: _Optional[_Iterable[int]] = ..., num_cached_blocks: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ForkRequest(_message.Message):
-    __slots__ = ("owner", "sequence_id", "num_tokens", "request_ids")
+    __slots__ = ("owner", "sequence_id", "num_tokens", "request_ids", "order")
     OWNER_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     REQUEST_IDS_FIELD_NUMBER: _ClassVar[int]
+    ORDER_FIELD_NUMBER: _ClassVar[int]
     owner: bytes
     sequence_id: int
     num_tokens: int
     request_ids: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, owner: _Optional[bytes] = ..., sequence_id: _Optional[int] = ..., num_tokens: _Optional[int] = ..., request_ids: _Optional[_Iterable[str]] = ...) -> None: ...
+    order: CallOrder
+    def __init__(self, owner: _Optional[bytes] = ..., sequence_id: _Optional[int] = ..., num_tokens: _Optional[int] = ..., request_ids: _Optional[_Iterable[str]] = ..., order: _Optional[_Union[CallOrder, _Mapping]] = ...) -> None: ...
 
 class ForkResponse(_message.Message):
     __slots__ = ("sequence_ids",)
@@ -331,16 +347,18 @@ class ForkResponse(_message.Message):
     def __init__(self, sequence_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class TruncateRequest(_message.Message):
-    __slots__ = ("owner", "sequence_id", "num_tokens_before", "num_tokens_after")
+    __slots__ = ("owner", "sequence_id", "num_tokens_before", "num_tokens_after", "order")
     OWNER_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_BEFORE_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_AFTER_FIELD_NUMBER: _ClassVar[int]
+    ORDER_FIELD_NUMBER: _ClassVar[int]
     owner: bytes
     sequence_id: int
     num_tokens_before: int
     num_tokens_after: int
-    def __init__(self, owner: _Optional[bytes] = ..., sequence_id: _Optional[int] = ..., num_tokens_before: _Optional[int] = ..., num_tokens_after: _Optional[int] = ...) -> None: ...
+    order: CallOrder
+    def __init__(self, owner: _Optional[bytes] = ..., sequence_id: _Optional[int] = ..., num_tokens_before: _Optional[int] = ..., num_tokens_after: _Optional[int] = ..., order: _Optional[_Union[CallOrder, _Mapping]] = ...) -> None: ...
 
 class TruncateResponse(_message.Message):
     __slots__ = ("dropped_block_ids",)
@@ -349,14 +367,16 @@ class TruncateResponse(_message.Message):
     def __init__(self, dropped_block_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class FreeRequest(_message.Message):
-    __slots__ = ("owner", "sequence_ids", "request_ids")
+    __slots__ = ("owner", "sequence_ids", "request_ids", "order")
     OWNER_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_IDS_FIELD_NUMBER: _ClassVar[int]
     REQUEST_IDS_FIELD_NUMBER: _ClassVar[int]
+    ORDER_FIELD_NUMBER: _ClassVar[int]
     owner: bytes
     sequence_ids: _containers.RepeatedScalarFieldContainer[int]
     request_ids: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, owner: _Optional[bytes] = ..., sequence_ids: _Optional[_Iterable[int]] = ..., request_ids: _Optional[_Iterable[str]] = ...) -> None: ...
+    order: CallOrder
+    def __init__(self, owner: _Optional[bytes] = ..., sequence_ids: _Optional[_Iterable[int]] = ..., request_ids: _Optional[_Iterable[str]] = ..., order: _Optional[_Union[CallOrder, _Mapping]] = ...) -> None: ...
 
 class FreeResponse(_message.Message):
     __slots__ = ("result_codes",)
