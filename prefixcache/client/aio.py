@@ -403,6 +403,7 @@ class AsyncClient:
                 self._open_request_id = messages.new_request_id()
                 self._keeper = AsyncSessionKeeper(self._stubs["KeepAlive"], self._lease)
                 weakref.finalize(self, self._keeper.abandon)
+                await self._keeper.wait_for_first_beat()
             return self._lease
 
     async def _close_session(self) -> None:

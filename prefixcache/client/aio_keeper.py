@@ -13,7 +13,7 @@ import grpc.aio
 from prefixcache.client import session_calls
 from prefixcache.client.cancelled_task import current_task_is_cancelled
 from prefixcache.client.lease import Lease
-from prefixcache.client.sync_keeper import FIRST_WAIT_S
+from prefixcache.client.sync_keeper import FIRST_BEAT_WAIT_S, FIRST_WAIT_S
 from prefixcache.rpc.status import from_rpc_error
 
 
@@ -28,8 +28,18 @@ class AsyncSessionKeeper:
     def __init__(self, open_stream: Callable[..., Any], lease: Lease) -> None:
         self._open_stream = open_stream
         self._lease = lease
+        self._was_tried = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self._task = self._loop.create_task(self._run())
+
+    async def wait_for_first_beat(self) -> None:
+        """Until it is answered or fails, or for FIRST_BEAT_WAIT_S.
+
+        From then on the daemon notices the end of this process. Sequences made before would wait
+        for the session's TTL.
+        """
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._was_tried.wait(), FIRST_BEAT_WAIT_S)
 
     async def stop(self) -> None:
         """No more beats; the daemon sees the stream end."""
@@ -66,6 +76,7 @@ class AsyncSessionKeeper:
                     break
                 self._lease.answered_by(reply.boot_id)
                 was_answered = True
+                self._was_tried.set()
                 with suppress(TimeoutError):
                     await asyncio.wait_for(has_ended.wait(), self._lease.beat_interval_s)
         except grpc.RpcError as failure:
@@ -76,5 +87,6 @@ class AsyncSessionKeeper:
             if current_task_is_cancelled():
                 raise
         finally:
+            self._was_tried.set()
             stream.cancel()
         return was_answered

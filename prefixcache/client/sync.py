@@ -395,6 +395,7 @@ class Client:
                 self._open_request_id = messages.new_request_id()
                 self._keeper = SessionKeeper(self._stubs["KeepAlive"], self._lease)
                 weakref.finalize(self, self._keeper.stop)
+                self._keeper.wait_for_first_beat()
             return self._lease
 
     def _close_session(self) -> None:

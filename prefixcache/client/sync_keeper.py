@@ -16,6 +16,8 @@ from prefixcache.rpc.status import from_rpc_error
 FIRST_WAIT_S = 0.05
 """Between two attempts to reconnect; doubled for each further one, up to the beats' interval."""
 
+FIRST_BEAT_WAIT_S = 1.0
+
 
 class SessionKeeper:
     """Beats three times in a session's TTL, and reconnects when its stream breaks.
@@ -32,7 +34,16 @@ class SessionKeeper:
         self._changed = threading.Condition(threading.RLock())
         self._is_stopped = False
         self._stream: _Stream | None = None
+        self._was_tried = threading.Event()
         threading.Thread(target=self._run, name="session-keeper", daemon=True).start()
+
+    def wait_for_first_beat(self) -> None:
+        """Until it is answered or fails, or for FIRST_BEAT_WAIT_S.
+
+        From then on the daemon notices the end of this process. Sequences made before would wait
+        for the session's TTL.
+        """
+        self._was_tried.wait(FIRST_BEAT_WAIT_S)
 
     def stop(self) -> None:
         """No more beats. Does not wait; the daemon sees the stream end."""
@@ -63,12 +74,14 @@ class SessionKeeper:
                 boot_id = stream.beat(session_calls.keep_alive(self._lease)).boot_id
                 self._lease.answered_by(boot_id)
                 was_answered = True
+                self._was_tried.set()
                 self._goes_on_after(self._lease.beat_interval_s, stream)
         except StopIteration:
             pass
         except grpc.RpcError as failure:
             self._lease.failed(from_rpc_error(failure))
         finally:
+            self._was_tried.set()
             stream.cancel()
         return was_answered
 

@@ -132,6 +132,7 @@ def test_a_daemon_that_was_restarted_is_noticed_by_its_boot_id(tmp_path: Path) -
         first.wait()
     try:
         with serving(tmp_path, *OPTIONS), Client(target) as client:
+            until(lambda: other.run("client.lookup([1])") == "done")  # it has reconnected
             assert other.run("sequence.append([1])") == "SessionLostError the daemon was restarted"
             assert client.stats().sequences == 0
             assert other.run("sequence = client.sequence(range(4)); sequence.commit(4)") == "done"

@@ -142,6 +142,20 @@ def test_threads_that_begin_at_the_same_time_open_one_session(fake):
 # ---- beats
 
 
+def test_the_daemon_hears_of_a_session_before_there_is_a_sequence_in_it(client, fake):
+    """So that it notices the end of a client that is killed right after its first call."""
+    client.sequence([1])
+    names = list(fake.requests)
+    assert names.index("OpenSession") < names.index("KeepAlive") < names.index("Allocate")
+
+
+@pytest.mark.parametrize("beat", [HANG, InternalError("broken")], ids=["silent", "broken"])
+def test_a_first_beat_that_gets_no_answer_holds_nothing_up_for_long(client, fake, beat):
+    fake.will("KeepAlive", beat)
+    fake.will("Allocate", allocated(7))
+    assert client.sequence([1]).sequence_id == 7
+
+
 def test_beats_come_three_times_in_a_ttl_on_one_stream(client, fake):
     fake.will("OpenSession", session(ttl_s=0.3))
     client.sequence([1])
@@ -216,7 +230,8 @@ WAYS: dict[str, tuple[Any, Callable[..., None]]] = {
 def test_no_call_on_a_sequence_travels_once_its_session_is_lost(client, fake, way):
     beat, lose = WAYS[way]
     if beat is not None:
-        fake.will("KeepAlive", beat)
+        fake.will("OpenSession", session(ttl_s=0.3))
+        fake.will("KeepAlive", session_pb2.KeepAliveResponse(ttl_s=0.3, boot_id=BOOT_ID), beat)
     fake.will("Allocate", allocated(7, blocks=(0,)))
     sequence = client.sequence([1, 2])
     lose(client, fake, sequence)

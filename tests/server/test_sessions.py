@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -12,8 +13,9 @@ import pytest
 
 from prefixcache.core.sessions import SESSION_ID_BYTES, SessionLimits
 from prefixcache.rpc._pb import admin_pb2, attention_pb2, cache_pb2, session_pb2
-from prefixcache.server.daemon import CacheOptions, ModelOptions
+from prefixcache.server.daemon import CacheOptions, Daemon, ModelOptions
 from prefixcache.server.keep_alive import FIRST_BEAT_TIMEOUT_S
+from prefixcache.server.rpc_server import RpcServer
 from prefixcache.server.session_service import MAX_CLIENT_NAME_BYTES, MIN_TTL_S
 from prefixcache.storage.layout import KVLayout
 from tests.support.daemon import RunningDaemon, running_daemon, sweeper
@@ -443,14 +445,21 @@ def test_sweeps_come_often_enough_for_a_session_to_be_gone_within_a_second(
     assert SessionLimits().reconnect_grace_s + sweeper(served.running).interval_s < 1.0
 
 
-def test_a_stopping_daemon_waits_for_no_stream_and_opens_no_session(served: Served) -> None:
-    session = served.open()
-    with served.stubs.stream("KeepAlive") as stream:
-        stream.run(beat(session))
-        assert served.running.server.stop(drain_timeout_s=20.0)
-        assert stream.ended().code in (grpc.StatusCode.CANCELLED, grpc.StatusCode.UNAVAILABLE)
-        refusal = served.stubs.refused("OpenSession", session_pb2.OpenSessionRequest(ttl_s=TTL_S))
-        assert refusal.code is grpc.StatusCode.UNAVAILABLE
+def test_a_stopping_daemon_waits_for_no_stream_and_opens_no_session(tmp_path: Path) -> None:
+    daemon = Daemon(CACHE)
+    server = RpcServer(daemon, max_workers=2)
+    target = server.listen(f"unix:{tmp_path}/daemon.sock")
+    server.start()
+    with connected(target) as stubs:
+        served = Served(RunningDaemon(target, daemon, server), stubs)
+        session = served.open()
+        with stubs.stream("KeepAlive") as stream:
+            stream.run(beat(session))
+            assert server.stop(drain_timeout_s=20.0)
+            assert stream.ended().code in (grpc.StatusCode.CANCELLED, grpc.StatusCode.UNAVAILABLE)
+            refusal = stubs.refused("OpenSession", session_pb2.OpenSessionRequest(ttl_s=TTL_S))
+            assert refusal.code is grpc.StatusCode.UNAVAILABLE
+    daemon.close()
 
 
 def test_a_draining_daemon_says_so(served: Served) -> None:
