@@ -46,7 +46,7 @@ typedef struct {
     const float *slopes, *sinks; /* [Hq], NULL: none */
 } attention_call;
 
-/* Queries and the keys that they meet: one KV head of it is one piece of work. */
+/* Queries and the keys that they meet, of every KV head: some heads of it are a piece of work. */
 typedef struct {
     const int32_t *tokens; /* [num_tokens], rows of q */
     const int32_t *positions; /* [T] of each row of q, in its sequence */
@@ -67,8 +67,10 @@ typedef struct {
     const char *name;
     int lanes;      /* floats of a vector; sizes are padded to multiples of it */
     int most_rows;  /* of a segment that pays, but for one token's */
+    int (*heads_at_once)(const attention_call *call, int num_tokens);
     size_t (*scratch_bytes)(const attention_call *call, int num_tokens);
-    void (*attend)(const attention_call *call, const segment *work, int kv_head,
+    /* `heads_at_once` KV heads from `first_head` on, or those that are left. */
+    void (*attend)(const attention_call *call, const segment *work, int first_head,
                    const partial_outputs *parts, void *scratch);
     void (*join)(const attention_call *call, const partial_outputs *parts, int token,
                  const int32_t *part_ids, int num_parts, float *scratch);

@@ -17,8 +17,21 @@
 #define STRIP 6
 #include "form.h"
 
-INLINE vec load_float16(const void *halves) {
-    return (vec)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)halves));
+INLINE vec load_float16(const void *elements) {
+    return (vec)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)elements));
+}
+
+INLINE vec load_bfloat16(const void *elements) {
+    __m256i bits = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)elements));
+    return (vec)_mm256_slli_epi32(bits, 16);
+}
+
+INLINE vec load_int8(const void *elements) {
+    return (vec)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)elements)));
+}
+
+INLINE half_vec load_widened(const void *bytes) {
+    return (half_vec)_mm_cvtepu8_epi16(_mm_loadl_epi64((const __m128i *)bytes));
 }
 
 INLINE half_vec to_float16(vec floats) {

@@ -51,12 +51,12 @@ INLINE void pack_values(const key_tile *tile, int size, element_type type, float
 }
 
 /* queries: [strips][D][STRIP], zeros where there is no row. */
-static void pack_queries(const attention_call *call, const segment *work, int kv_head,
-                         int num_rows, float *queries) {
+static void pack_queries(const attention_call *call, const segment *work, const row_state *rows,
+                         float *queries) {
     int size = call->keys.size;
-    for (int r = 0; r < (num_rows + STRIP - 1) / STRIP * STRIP; r++) {
+    for (int r = 0; r < (rows->count + STRIP - 1) / STRIP * STRIP; r++) {
         float *strip = queries + (ptrdiff_t)(r / STRIP) * size * STRIP + r % STRIP;
-        const char *query = r < num_rows ? query_of(call, work, kv_head, r) : NULL;
+        const char *query = r < rows->count ? query_of(call, work, rows, r) : NULL;
         for (int d = 0; d < size; d += LANES) {
             vec v = {0};
             if (query != NULL) v = load_query(call, query, d);
@@ -84,7 +84,7 @@ static key_range seen_keys(const attention_call *call, const row_state *rows, in
 }
 
 static void attend_strip(const attention_call *call, row_state *rows, int row, const float *queries,
-                         const float *keys, const float *values, const key_tile *tile,
+                         const float *keys, const float *values, const tile_scales *tile,
                          int first_key) {
     float scores[STRIP * MOST_KEYS] __attribute__((aligned(64)));
     int num_rows = rows->count - row < STRIP ? rows->count - row : STRIP;
@@ -127,14 +127,16 @@ static void many_rows(const attention_call *call, const segment *work, int kv_he
                       const partial_outputs *parts, char *scratch) {
     int key_size = call->keys.size, value_size = call->values.size;
     int padded_count = (work->num_tokens * call->group + STRIP - 1) / STRIP * STRIP;
-    row_state rows = start_rows(call, work, kv_head, padded_count, &scratch);
+    row_state rows = start_rows(call, work, kv_head, 1, padded_count, &scratch);
     float *queries = (float *)take_memory(&scratch, 4 * (size_t)padded_count * (size_t)key_size);
     float *keys = (float *)take_memory(&scratch, 4 * MOST_KEYS * (size_t)key_size);
     float *values = (float *)take_memory(&scratch, 4 * MOST_KEYS * (size_t)padded(value_size));
-    pack_queries(call, work, kv_head, rows.count, queries);
+    pack_queries(call, work, &rows, queries);
     for (int first = work->first_key; first < work->end_key; first += MOST_KEYS) {
         key_tile tile;
+        tile_scales scales;
         find_keys(call, work, kv_head, first, MOST_KEYS, &tile);
+        find_scales(call, &tile, 0, &scales);
 #define PACK(type)                                    \
     case type:                                        \
         pack_keys(&tile, key_size, type, keys);       \
@@ -143,8 +145,8 @@ static void many_rows(const attention_call *call, const segment *work, int kv_he
         switch (call->stored_type) { PACK(FLOAT32) PACK(FLOAT16) PACK(BFLOAT16) PACK(INT8) PACK(FLOAT8) }
 #undef PACK
         for (int row = 0; row < rows.count; row += STRIP)
-            attend_strip(call, &rows, row, queries + (ptrdiff_t)row * key_size, keys, values, &tile,
-                         first);
+            attend_strip(call, &rows, row, queries + (ptrdiff_t)row * key_size, keys, values,
+                         &scales, first);
     }
-    finish_rows(call, work, kv_head, parts, &rows);
+    finish_rows(call, work, parts, &rows);
 }

@@ -25,6 +25,11 @@ int attention_forms(const attention_form *forms[MOST_FORMS]) {
     return count;
 }
 
+/* What a thread takes at a time. */
+typedef struct {
+    int segment, first_head;
+} piece;
+
 /* What a call allocates; all of it is NULL or owned. */
 typedef struct {
     const attention_call *call;
@@ -32,7 +37,8 @@ typedef struct {
     int32_t *positions, *all_tokens; /* [T] */
     segment *segments;
     int num_segments, room;
-    int num_parts;
+    piece *pieces;
+    int num_pieces, num_parts;
     int32_t *first_part_of, *part_ids; /* a token's parts are part_ids[first_part_of[t]...] */
     int32_t *joined_tokens;            /* those that have parts */
     int num_joined;
@@ -109,25 +115,41 @@ static int add_all_tokens(attention_work *work) {
 /* Few long segments become more and shorter ones, so that all threads have work. */
 static int cut_segments(attention_work *work, int num_threads) {
     if (num_threads == 1) return 0;
+    const attention_call *call = work->call;
     int64_t all_keys = 0;
     for (int i = 0; i < work->num_segments; i++) {
         const segment *s = &work->segments[i];
-        all_keys += (int64_t)s->num_tokens * (s->end_key - s->first_key);
+        all_keys += (int64_t)s->num_tokens * (s->end_key - s->first_key) * call->num_kv_heads;
     }
-    int64_t share = all_keys * work->call->num_kv_heads / (num_threads * PIECES_A_THREAD) + 1;
+    int64_t share = all_keys / (num_threads * PIECES_A_THREAD) + 1;
     int num_segments = work->num_segments;
     for (int i = 0; i < num_segments; i++) {
         segment whole = work->segments[i];
         int num_keys = whole.end_key - whole.first_key;
-        int64_t pieces = ((int64_t)num_keys * whole.num_tokens + share - 1) / share;
-        pieces = pieces < num_keys / LEAST_KEYS ? pieces : num_keys / LEAST_KEYS;
-        for (int64_t piece = 1; piece < pieces; piece++) {
-            segment cut = whole;
-            cut.first_key = whole.first_key + (int)(num_keys * piece / pieces);
-            cut.end_key = whole.first_key + (int)(num_keys * (piece + 1) / pieces);
-            if (add_segment(work, cut) != 0) return -1;
+        int num_heads = work->form->heads_at_once(call, whole.num_tokens);
+        int64_t cuts = ((int64_t)num_keys * whole.num_tokens * num_heads + share - 1) / share;
+        cuts = cuts < num_keys / LEAST_KEYS ? cuts : num_keys / LEAST_KEYS;
+        for (int64_t cut = 1; cut < cuts; cut++) {
+            segment rest = whole;
+            rest.first_key = whole.first_key + (int)(num_keys * cut / cuts);
+            rest.end_key = whole.first_key + (int)(num_keys * (cut + 1) / cuts);
+            if (add_segment(work, rest) != 0) return -1;
         }
-        if (pieces > 1) work->segments[i].end_key = whole.first_key + (int)(num_keys / pieces);
+        if (cuts > 1) work->segments[i].end_key = whole.first_key + (int)(num_keys / cuts);
+    }
+    return 0;
+}
+
+static int list_pieces(attention_work *work) {
+    size_t most = (size_t)work->num_segments * (size_t)work->call->num_kv_heads;
+    work->pieces = malloc((most + 1) * sizeof *work->pieces);
+    if (work->pieces == NULL) return -1;
+    for (int i = 0; i < work->num_segments; i++) {
+        int step = work->form->heads_at_once(work->call, work->segments[i].num_tokens);
+        for (int head = 0; head < work->call->num_kv_heads; head += step) {
+            piece added = {i, head};
+            work->pieces[work->num_pieces++] = added;
+        }
     }
     return 0;
 }
@@ -171,11 +193,14 @@ static int list_parts(attention_work *work) {
 
 static int make_memory(attention_work *work, int num_threads) {
     const attention_call *call = work->call;
-    int lanes = work->form->lanes, most_tokens = 1;
+    int lanes = work->form->lanes;
+    size_t most_bytes = 0;
     work->parts.padded_size = (call->values.size + lanes - 1) / lanes * lanes;
-    for (int i = 0; i < work->num_segments; i++)
-        most_tokens = int_max(most_tokens, work->segments[i].num_tokens);
-    work->scratch_bytes = (work->form->scratch_bytes(call, most_tokens) + 127) / 128 * 128;
+    for (int i = 0; i < work->num_segments; i++) {
+        size_t bytes = work->form->scratch_bytes(call, work->segments[i].num_tokens);
+        if (bytes > most_bytes) most_bytes = bytes;
+    }
+    work->scratch_bytes = (most_bytes + 127) / 128 * 128;
     work->scratch = aligned_alloc(128, work->scratch_bytes * (size_t)num_threads);
     if (work->scratch == NULL) return -1;
     if (work->num_parts == 0) return 0;
@@ -188,16 +213,16 @@ static int make_memory(attention_work *work, int num_threads) {
                : 0;
 }
 
-static void attend_piece(void *context, int piece, int worker) {
+static void attend_piece(void *context, int index, int worker) {
     const attention_work *work = context;
-    int num_kv_heads = work->call->num_kv_heads;
-    work->form->attend(work->call, &work->segments[piece / num_kv_heads], piece % num_kv_heads,
+    const piece *taken = &work->pieces[index];
+    work->form->attend(work->call, &work->segments[taken->segment], taken->first_head,
                        &work->parts, work->scratch + (size_t)worker * work->scratch_bytes);
 }
 
-static void join_piece(void *context, int piece, int worker) {
+static void join_piece(void *context, int index, int worker) {
     const attention_work *work = context;
-    int token = work->joined_tokens[piece];
+    int token = work->joined_tokens[index];
     int first = work->first_part_of[token];
     work->form->join(work->call, &work->parts, token, work->part_ids + first,
                      work->first_part_of[token + 1] - first,
@@ -211,15 +236,16 @@ int attention_run(const attention_call *call, const attention_form *form, int nu
     work.positions = malloc((num_tokens + 1) * sizeof *work.positions);
     work.all_tokens = malloc((num_tokens + 1) * sizeof *work.all_tokens);
     if (work.positions != NULL && work.all_tokens != NULL && add_all_tokens(&work) == 0 &&
-        cut_segments(&work, num_threads) == 0 && list_parts(&work) == 0 &&
+        cut_segments(&work, num_threads) == 0 && list_pieces(&work) == 0 && list_parts(&work) == 0 &&
         make_memory(&work, num_threads) == 0) {
-        pool_run(attend_piece, &work, work.num_segments * call->num_kv_heads, num_threads);
+        pool_run(attend_piece, &work, work.num_pieces, num_threads);
         pool_run(join_piece, &work, work.num_joined, num_threads);
         result = 0;
     }
     free(work.positions);
     free(work.all_tokens);
     free(work.segments);
+    free(work.pieces);
     free(work.first_part_of);
     free(work.part_ids);
     free(work.joined_tokens);

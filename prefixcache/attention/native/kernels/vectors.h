@@ -1,7 +1,8 @@
 /* Vectors of LANES floats: loads of every stored type, exp, tanh, sums and transposes.
 
    Written in the vector extensions of GCC and Clang, so that one source serves every instruction
-   set. Included by a file that defines LANES and, with intrinsics, load_float16 and store_float16. */
+   set. Included by a file that defines LANES and, with intrinsics, the loads that convert, which
+   compilers make twice as many instructions of. */
 
 #include <float.h>
 #include <string.h>
@@ -14,10 +15,14 @@ typedef float vec __attribute__((vector_size(4 * LANES)));
 typedef int32_t int_vec __attribute__((vector_size(4 * LANES)));
 typedef uint32_t uint_vec __attribute__((vector_size(4 * LANES)));
 typedef uint16_t half_vec __attribute__((vector_size(2 * LANES)));
-typedef uint8_t byte_vec __attribute__((vector_size(LANES)));
-typedef int8_t sbyte_vec __attribute__((vector_size(LANES)));
 
-INLINE vec load_float16(const void *halves);
+typedef float vec_in_memory __attribute__((vector_size(4 * LANES), aligned(1), may_alias));
+
+/* Of LANES elements at any address. Widened float8 numbers are halves of 16 bits. */
+INLINE vec load_float16(const void *elements);
+INLINE vec load_bfloat16(const void *elements);
+INLINE vec load_int8(const void *elements);
+INLINE half_vec load_widened(const void *bytes);
 INLINE half_vec to_float16(vec floats);
 
 INLINE int element_bytes(element_type type) {
@@ -26,13 +31,9 @@ INLINE int element_bytes(element_type type) {
 
 INLINE int padded(int size) { return (size + LANES - 1) / LANES * LANES; }
 
-INLINE vec load_floats(const float *floats) {
-    vec v;
-    memcpy(&v, floats, sizeof v);
-    return v;
-}
+INLINE vec load_floats(const float *floats) { return *(const vec_in_memory *)floats; }
 
-INLINE void store_floats(float *floats, vec v) { memcpy(floats, &v, sizeof v); }
+INLINE void store_floats(float *floats, vec v) { *(vec_in_memory *)floats = v; }
 
 INLINE vec choose(int_vec mask, vec yes, vec no) {
     return (vec)((mask & (int_vec)yes) | (~mask & (int_vec)no));
@@ -42,10 +43,8 @@ INLINE vec larger(vec a, vec b) { return choose(a > b, a, b); }
 
 /* float8_e4m3fn: its exponent and mantissa at the place of a float16's are 2**-8 of the number.
    Only 0x7F is not a number, and there is no infinity. */
-INLINE vec load_float8(const char *bytes) {
-    byte_vec b;
-    memcpy(&b, bytes, sizeof b);
-    half_vec h = __builtin_convertvector(b, half_vec);
+INLINE vec load_float8(const void *bytes) {
+    half_vec h = load_widened(bytes);
     half_vec magnitude = h & 0x7F;
     half_vec halves = (h & 0x80) << 8 | magnitude << 7 | ((half_vec)(magnitude == 0x7F) & 0x7E00);
     return load_float16(&halves) * 256.0f;
@@ -56,14 +55,8 @@ INLINE vec load(const char *elements, element_type type) {
     if (type == FLOAT32) return load_floats((const float *)elements);
     if (type == FLOAT16) return load_float16(elements);
     if (type == FLOAT8) return load_float8(elements);
-    if (type == INT8) {
-        sbyte_vec b;
-        memcpy(&b, elements, sizeof b);
-        return __builtin_convertvector(__builtin_convertvector(b, int_vec), vec);
-    }
-    half_vec h;
-    memcpy(&h, elements, sizeof h);
-    return (vec)(__builtin_convertvector(h, uint_vec) << 16);
+    if (type == INT8) return load_int8(elements);
+    return load_bfloat16(elements);
 }
 
 /* Fewer than LANES elements, with zeros after them: what follows may be no memory, or no number. */
@@ -112,7 +105,7 @@ INLINE vec exp_negative(vec x) {
     power = power * f + 2.4022651e-1f;
     power = power * f + 6.9314718e-1f;
     power = power * f + 1.0f;
-    vec scale = (vec)(((int_vec)shifted << 23) + 0x3F800000);
+    vec scale = (vec)(((uint_vec)shifted << 23) + 0x3F800000);
     return choose(x < -87.0f, (vec){0}, power * scale);
 }
 
