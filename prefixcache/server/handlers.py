@@ -25,6 +25,7 @@ from prefixcache.errors import (
 )
 from prefixcache.rpc import wire
 from prefixcache.rpc.status import to_status
+from prefixcache.server.arrivals import Arrivals
 from prefixcache.server.streams import Streams
 
 _log = structlog.get_logger(__name__)
@@ -51,11 +52,13 @@ def add_services(
     server: grpc.Server,
     services: Mapping[str, Service],
     streams: Mapping[str, Streams],
+    arrivals: Arrivals,
     boot_id: bytes,
 ) -> None:
     """Register every RPC of the .proto files; services by their short names.
 
     streams: by the RPC's name. They run in threads of their own and not in their service's.
+    arrivals: gets the other calls, until their request is there.
     """
     by_service: dict[str, dict[str, Any]] = {}
     for method in wire.methods():
@@ -71,9 +74,11 @@ def add_services(
             )
         else:
             answer = _answer(method, getattr(service.servicer, name), boot_id)
-            handler = _handler(answer, boot_id)
+            handler = _handler(answer, arrivals, boot_id)
             run_in(service.workers, handler)
-            handlers[method.name] = grpc.unary_unary_rpc_method_handler(
+            # As a stream of one request, which does not cost more: gRPC would else wait for the
+            # request by itself, without a limit.
+            handlers[method.name] = grpc.stream_unary_rpc_method_handler(
                 handler, response_serializer=_serialize
             )
     for full_name, handlers in by_service.items():
@@ -88,8 +93,13 @@ def run_in(workers: ThreadPoolExecutor, handler: Callable[..., Any]) -> None:
     handler.experimental_thread_pool = workers  # type: ignore[attr-defined]
 
 
-def _handler(answer: _Answer, boot_id: bytes) -> _Answer:
-    def handle(data: bytes, context: grpc.ServicerContext) -> Any:
+def _handler(
+    answer: _Answer, arrivals: Arrivals, boot_id: bytes
+) -> Callable[[Iterator[bytes], grpc.ServicerContext], Any]:
+    def handle(requests: Iterator[bytes], context: grpc.ServicerContext) -> Any:
+        data = arrivals.request(requests, context)
+        if data is None:
+            _abort(context, InvalidArgumentError("request", "is missing"), boot_id)
         # Its caller may have given up while it waited for a worker: done now, an Allocate would
         # make a sequence that nobody knows of. gRPC reports a passed deadline a little late.
         if context.time_remaining() == 0:

@@ -19,6 +19,7 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2
 from prefixcache.errors import InvalidArgumentError
 from prefixcache.rpc import wire
 from prefixcache.server.admin_service import AdminService
+from prefixcache.server.arrivals import Arrivals
 from prefixcache.server.attention_service import AttentionService
 from prefixcache.server.cache_service import CacheService
 from prefixcache.server.daemon import Daemon
@@ -74,6 +75,7 @@ class RpcServer:
         self._attention_workers = Workers(max_workers, "attention")
         self._watch_workers = ThreadPoolExecutor(_MAX_WATCHES, "watch")
         self._step_streams = Streams(max_step_streams, "step")
+        self._arrivals = Arrivals(daemon.clock)
         max_keep_alives = _STREAMS_A_SESSION * daemon.info.limits.max_sessions
         self._keep_alives = KeepAliveStreams(daemon.sequences, daemon.boot_id, daemon.clock)
         # The non-blocking mode needs no threads and deadlocks: it sends a watch's first status
@@ -94,6 +96,7 @@ class RpcServer:
                 "Step": self._step_streams,
                 "KeepAlive": Streams(max_keep_alives, "keep-alive"),
             },
+            self._arrivals,
             daemon.boot_id,
         )
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
@@ -119,8 +122,12 @@ class RpcServer:
         self._set_health(health_pb2.HealthCheckResponse.SERVING)
 
     def cut_stale_streams(self) -> None:
-        """Cancel KeepAlive streams that are of no use any more. To be called now and then."""
+        """Cancel KeepAlive streams that are of no use any more, and calls without a request.
+
+        To be called now and then.
+        """
         self._keep_alives.cut_stale()
+        self._arrivals.cut_late()
 
     def stop(self, drain_timeout_s: float) -> bool:
         """Say that it is not serving, refuse new calls, and wait for running ones.

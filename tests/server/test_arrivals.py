@@ -1,0 +1,65 @@
+"""Peers that begin a call and fall silent keep no thread for long. The clock is the test's."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import grpc
+import pytest
+
+from prefixcache.rpc._pb import admin_pb2
+from prefixcache.server.arrivals import REQUEST_TIMEOUT_S
+from prefixcache.server.daemon import CacheOptions
+from tests.support.daemon import running_daemon
+from tests.support.stubs import METHODS, connected
+from tests.support.waiting import until
+
+NUM_WORKERS = 2
+
+
+def silent(stubs, name: str, over: threading.Event):
+    """A call whose headers are sent, and no request as long as `over` is not set."""
+
+    def nothing() -> Iterator[bytes]:
+        over.wait()
+        yield from ()
+
+    return stubs.channel.stream_unary(METHODS[name].path).future(nothing())
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_calls_without_a_request_leave_the_threads_to_others(name: str) -> None:
+    now_s, over = [0.0], threading.Event()
+    with (
+        running_daemon(
+            CacheOptions(16, 4), max_workers=NUM_WORKERS, clock=lambda: now_s[0]
+        ) as running,
+        connected(running.target) as stubs,
+        connected(running.target) as others,
+    ):
+        calls = [silent(stubs, name, over) for _ in range(NUM_WORKERS)]
+        waiting = running.server._arrivals
+        until(lambda: len(waiting) == NUM_WORKERS)
+        answered = others.start("GetStats", admin_pb2.GetStatsRequest())
+        now_s[0] = REQUEST_TIMEOUT_S - 0.1
+        running.sweep()
+        assert len(waiting) >= NUM_WORKERS
+        now_s[0] = REQUEST_TIMEOUT_S
+        running.sweep()
+        for call in calls:
+            assert call.exception(timeout=20).code() is grpc.StatusCode.CANCELLED
+        assert others.finish(answered).num_blocks == 16
+        until(lambda: len(waiting) == 0)
+        over.set()
+
+
+def test_a_call_that_is_ended_without_a_request_is_refused() -> None:
+    over = threading.Event()
+    over.set()
+    with running_daemon(CacheOptions(16, 4)) as running, connected(running.target) as stubs:
+        error = silent(stubs, "Lookup", over).exception(timeout=20)
+        assert (error.code(), error.details()) == (
+            grpc.StatusCode.INVALID_ARGUMENT,
+            "request: is missing",
+        )
