@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import gc
+import random
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import grpc
@@ -37,6 +38,7 @@ from tests.client.fake_daemon import (
 )
 from tests.client.twins import open_client
 from tests.support.daemon import RunningDaemon, running_daemon, sweeper
+from tests.support.invariants import check_invariants
 from tests.support.proxy import proxy_to
 from tests.support.waiting import until
 
@@ -470,3 +472,30 @@ def test_a_request_id_is_free_again_after_its_sequence(client_kind):
     ):
         client.sequence([1], request_id="q").free()
         client.sequence([1], request_id="q", resumed=True).free()
+
+
+def test_calls_whose_deadlines_pass_leave_nothing_behind(client_kind):
+    rng = random.Random(7)
+    num_late = 0
+    with (
+        running_daemon(CacheOptions(64, 4)) as running,
+        open_client(client_kind, running.target) as client,
+    ):
+        client.sequence([1]).free()
+        for _ in range(200):
+            made = []
+            with suppress(DeadlineExceededError):
+                num_late += 1
+                timeout_s = rng.choice((0.0001, 0.0005, 0.001, 0.005))
+                made.append(client.sequence(range(30), timeout_s=timeout_s))
+                made[0].commit(30 - made[0].num_cached_tokens, timeout_s=timeout_s)
+                made += made[0].fork(2, timeout_s=timeout_s)
+                num_late -= 1
+            client.free(made)
+        assert num_late > 10
+        # What nobody has a handle of is freed ahead of later calls.
+        sequences = running.daemon.sequences
+        until(lambda: client.lookup([1]) is not None and len(sequences.live) == 0)
+        with sequences.lock:
+            check_invariants(sequences)
+            assert sequences.pool.num_referenced == 0
