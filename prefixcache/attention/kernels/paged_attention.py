@@ -24,7 +24,7 @@ from prefixcache.attention.kernels.float8 import decode_e4m3
 
 _TWO_LOG2_E = tl.constexpr(2.8853900817779268)
 # Weights times a small scale of V would lose bits as subnormal float16.
-_VALUE_SHIFT = tl.constexpr(64.0)
+VALUE_SHIFT = tl.constexpr(64.0)
 
 
 @triton.jit
@@ -177,7 +177,7 @@ def attend_tile(
     )
     if value_scales is not None:
         factors = load_scales(value_scales, value_scale_strides, blocks, offsets, readable, MASKED)
-        weights = weights * (factors * _VALUE_SHIFT)[None, :]
+        weights = weights * (factors * VALUE_SHIFT)[None, :]
     sums = sums * shrink[:, None]
     sums = tl.dot(weights.to(values.dtype), values, sums, input_precision="ieee")
     return new_maximum, total, sums
@@ -376,7 +376,7 @@ def paged_attention_kernel(  # noqa: PLR0912, PLR0915 - a program from its numbe
 
     # A row may see none of this split's keys.
     divisor = tl.where(total == 0.0, 1.0, total)
-    result = sums / (divisor if value_scales is None else divisor * _VALUE_SHIFT)[:, None]
+    result = sums / (divisor if value_scales is None else divisor * VALUE_SHIFT)[:, None]
     pointers = out + outputs[:, None] * HEAD_DIM + elements[None, :]
     tl.store(pointers, result.to(out.dtype.element_ty), mask=element_exists)
     if NUM_SPLITS > 1:

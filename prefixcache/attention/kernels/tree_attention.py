@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from prefixcache.attention.kernels.paged_attention import _VALUE_SHIFT, attend_tile
+from prefixcache.attention.kernels.paged_attention import VALUE_SHIFT, attend_tile
 
 ITEM_NUMBERS = tl.constexpr(7)
 
@@ -173,7 +173,7 @@ def tree_attention_kernel(  # noqa: PLR0915 - one program from its item to its s
     divisor = tl.where(total > 0.0, total, 1.0)
     result = sums / divisor[:, None]
     if value_scales is not None:
-        result = result / _VALUE_SHIFT
+        result = result / VALUE_SHIFT
     tl.store(parts + outputs[:, None] * HEAD_DIM + elements[None, :], result, mask=element_exists)
     log_sum = maximum + tl.log2(divisor)
     if alibi_slopes is not None:
