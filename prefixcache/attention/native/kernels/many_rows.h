@@ -30,8 +30,14 @@ INLINE void pack_keys(const key_tile *tile, int size, element_type type, float *
         float *panel = keys + (ptrdiff_t)(j / PANEL) * size * PANEL + j % PANEL;
         for (int d = 0; d < size; d += LANES) {
             vec block[LANES];
+            if (d + LANES <= size) {
+                ptrdiff_t place = (ptrdiff_t)d * element_bytes(type);
 #pragma GCC unroll 16
-            for (int i = 0; i < LANES; i++) block[i] = load_part(tile->keys[j + i], d, size, type);
+                for (int i = 0; i < LANES; i++) block[i] = load(tile->keys[j + i] + place, type);
+            } else {
+                for (int i = 0; i < LANES; i++)
+                    block[i] = load_part(tile->keys[j + i], d, size, type);
+            }
             transpose(block);
             int count = size - d < LANES ? size - d : LANES;
             for (int i = 0; i < count; i++) store_floats(panel + (ptrdiff_t)(d + i) * PANEL, block[i]);
@@ -41,13 +47,31 @@ INLINE void pack_keys(const key_tile *tile, int size, element_type type, float *
 
 /* values: [panels of Dv][MOST_KEYS][PANEL, or LANES in a last panel that is one vector]. */
 INLINE void pack_values(const key_tile *tile, int size, element_type type, float *values) {
-    for (int j = 0; j < tile->count; j++)
-        for (int d = 0; d < size; d += LANES) {
-            int panel = d / PANEL * PANEL;
-            int width = padded(size) - panel < PANEL ? LANES : PANEL;
-            store_floats(values + (ptrdiff_t)panel * MOST_KEYS + j * width + d % PANEL,
-                         load_part(tile->values[j], d, size, type));
+    int d = 0;
+    for (; d + PANEL <= size; d += PANEL) {
+        float *panel = values + (ptrdiff_t)d * MOST_KEYS;
+        ptrdiff_t low = (ptrdiff_t)d * element_bytes(type), high = low + LANES * element_bytes(type);
+        for (int j = 0; j < tile->count; j++) {
+            store_floats(panel + j * PANEL, load(tile->values[j] + low, type));
+            store_floats(panel + j * PANEL + LANES, load(tile->values[j] + high, type));
         }
+    }
+    int width = padded(size) - d;
+    for (int j = 0; j < tile->count; j++)
+        for (int i = 0; i < width; i += LANES)
+            store_floats(values + (ptrdiff_t)d * MOST_KEYS + j * width + i,
+                         load_part(tile->values[j], d + i, size, type));
+}
+
+/* Bring a share of the next tile's K and V nearer while this one's are computed. */
+INLINE void ask_for_rows(const attention_call *call, const key_tile *next, int first, int end) {
+    int bytes = element_bytes(call->stored_type);
+    for (int j = first; j < end; j++) {
+        for (int i = 0; i < call->keys.size * bytes; i += 64)
+            __builtin_prefetch(next->keys[j] + i, 0, 2);
+        for (int i = 0; i < call->values.size * bytes; i += 64)
+            __builtin_prefetch(next->values[j] + i, 0, 2);
+    }
 }
 
 /* queries: [strips][D][STRIP], zeros where there is no row. */
@@ -132,21 +156,28 @@ static void many_rows(const attention_call *call, const segment *work, int kv_he
     float *keys = (float *)take_memory(&scratch, 4 * MOST_KEYS * (size_t)key_size);
     float *values = (float *)take_memory(&scratch, 4 * MOST_KEYS * (size_t)padded(value_size));
     pack_queries(call, work, &rows, queries);
-    for (int first = work->first_key; first < work->end_key; first += MOST_KEYS) {
-        key_tile tile;
-        tile_scales scales;
-        find_keys(call, work, kv_head, first, MOST_KEYS, &tile);
-        find_scales(call, &tile, 0, &scales);
+    key_tile tiles[2];
+    tile_scales scales;
+    int num_strips = padded_count / STRIP;
+    find_keys(call, work, kv_head, work->first_key, MOST_KEYS, &tiles[0]);
+    for (int first = work->first_key, turn = 0; first < work->end_key; first += MOST_KEYS, turn ^= 1) {
+        const key_tile *tile = &tiles[turn], *next = &tiles[turn ^ 1];
+        find_keys(call, work, kv_head, first + MOST_KEYS, MOST_KEYS, &tiles[turn ^ 1]);
+        find_scales(call, tile, 0, &scales);
 #define PACK(type)                                    \
     case type:                                        \
-        pack_keys(&tile, key_size, type, keys);       \
-        pack_values(&tile, value_size, type, values); \
+        pack_keys(tile, key_size, type, keys);       \
+        pack_values(tile, value_size, type, values); \
         break;
         switch (call->stored_type) { PACK(FLOAT32) PACK(FLOAT16) PACK(BFLOAT16) PACK(INT8) PACK(FLOAT8) }
 #undef PACK
-        for (int row = 0; row < rows.count; row += STRIP)
+        for (int strip = 0; strip < num_strips; strip++) {
+            int row = strip * STRIP;
+            ask_for_rows(call, next, next->count * strip / num_strips,
+                         next->count * (strip + 1) / num_strips);
             attend_strip(call, &rows, row, queries + (ptrdiff_t)row * key_size, keys, values,
                          &scales, first);
+        }
     }
     finish_rows(call, work, parts, &rows);
 }
