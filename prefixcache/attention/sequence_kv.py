@@ -140,9 +140,9 @@ class _TensorReader:
             return picked
         floats = self._floats[: picked.numel()]
         if self._float8 is None:
-            floats.copy_(picked.view(-1))
+            floats.copy_(picked.reshape(-1))
         else:
-            index = picked.view(-1).view(torch.uint8).int()
+            index = picked.reshape(-1).view(torch.uint8).int()
             torch.index_select(self._float8, 0, index, out=floats)
         floats = floats.view(picked.shape)
         if self._scales is not None:

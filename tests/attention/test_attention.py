@@ -256,7 +256,8 @@ def restrided(
 ) -> torch.Tensor:
     num_blocks, _, block_size, head_dim = cache.shape
     strides = layout(num_blocks, block_size, head_dim)
-    memory = torch.full((5 * num_blocks * block_size * head_dim,), torch.nan)
+    num_bytes = 5 * num_blocks * block_size * head_dim * cache.itemsize
+    memory = torch.full((num_bytes,), 0xFF, dtype=torch.uint8).view(cache.dtype)  # NaN, or -1
     return memory.as_strided(cache.shape, strides, storage_offset=7).copy_(cache)
 
 
@@ -272,13 +273,16 @@ def test_elements_need_not_lie_side_by_side() -> None:
 
 
 @each
+@pytest.mark.parametrize("stored", STORED)
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_strides_are_taken_from_the_cache(
-    launch: Launcher, layout: Callable[[int, int, int], tuple[int, int, int, int]]
+    launch: Launcher, layout: Callable[[int, int, int], tuple[int, int, int, int]], stored: str
 ) -> None:
-    case = make_case(CONTEXTS, QUERIES)
-    caches = restrided(case.cache.keys, layout), restrided(case.cache.values, layout)
-    assert_close(run(launch, case.with_caches(*caches)), case.exact())
+    for dtype in DTYPES:
+        case = make_case(CONTEXTS, QUERIES, dtype=dtype, **STORED[stored])
+        keys, values = (restrided(one, layout) for one in (case.cache.keys, case.cache.values))
+        placed = replace(case, cache=replace(case.cache, keys=keys, values=values))
+        assert_close(run(launch, placed), case.exact())
 
 
 @each
