@@ -6,6 +6,8 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
+from pathlib import Path
 
 import pytest
 
@@ -42,7 +44,8 @@ def test_another_value_is_refused_with_the_ones_there_are() -> None:
 def test_what_the_tests_run_against_is_what_this_installation_can_build() -> None:
     """Building is optional, so a compiler that fails would go unnoticed."""
     compiler = os.environ.get("CC") or "cc"
-    best = "native" if shutil.which(compiler) else "python"
+    headers = Path(sysconfig.get_path("include"), "Python.h")
+    best = "native" if shutil.which(compiler) and headers.exists() else "python"
     assert (os.environ.get(FORM_ENV) or best) == FORM, "install the package again: make venv"
 
 
