@@ -18,7 +18,6 @@ from typing import NamedTuple, NewType
 import numpy as np
 import numpy.typing as npt
 
-BlockId = NewType("BlockId", int)
 BlockHash = NewType("BlockHash", bytes)
 SequenceId = NewType("SequenceId", int)
 

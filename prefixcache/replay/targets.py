@@ -91,7 +91,6 @@ class InProcessTarget:
         self._pool = Pool(num_blocks, block_size, verify_hits, algorithm.digest_bytes)
         self._sequences = Sequences(self._pool, Hasher(algorithm, None, block_size))
         self._owner = secrets.token_bytes(16)
-        self._running_id = 0
         self._commit_row = CommitRow(0, 0, 0)
 
     @property
