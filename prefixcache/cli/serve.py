@@ -27,7 +27,8 @@ def serve(**given: Any) -> None:
 
     Each setting can also stand in the environment or in a TOML file: --num-blocks is
     PREFIXCACHE_NUM_BLOCKS there and num_blocks here. A flag wins over the environment, that over
-    the file, and that over the default.
+    the file, and that over the default. On SIGHUP the file is read again, and a new log level
+    and format are in force; other settings need a restart.
     """
     config_file: str | None = given.pop("config")
     wants_print: bool = given.pop("print_config")
@@ -39,7 +40,7 @@ def serve(**given: Any) -> None:
     from prefixcache.server.lifecycle import run
 
     try:
-        code = run(loaded.config)
+        code = run(loaded.config, lambda: load_config(flags, config_file).config)
     except InvalidArgumentError as error:
         raise _with_flag(error) from error
     raise typer.Exit(code)

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import gc
 import os
-import signal
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from types import FrameType
 
 import structlog
 
@@ -27,7 +26,9 @@ from prefixcache.core.sessions import SessionLimits
 from prefixcache.errors import InvalidArgumentError
 from prefixcache.server.daemon import CacheOptions, Daemon, LimitOptions, ModelOptions
 from prefixcache.server.logs import configure_logs
+from prefixcache.server.reload import Reload
 from prefixcache.server.rpc_server import RpcServer
+from prefixcache.server.signals import obeyed_signals
 from prefixcache.server.sweeper import Sweeper
 from prefixcache.server.unix_socket import SocketClaim
 from prefixcache.storage.fixed_scales import FixedScales, read_scale_file
@@ -43,13 +44,16 @@ from prefixcache.storage.model_config import layout_from_model_config
 _log = structlog.get_logger(__name__)
 
 
-def run(config: ServeConfig) -> int:
-    """Serve until SIGTERM or SIGINT; returns the exit code. A second signal ends at once.
+def run(config: ServeConfig, read_config: Callable[[], ServeConfig]) -> int:
+    """Serve until SIGTERM or SIGINT; returns the exit code. A second one ends at once.
 
-    Raises InvalidArgumentError, naming the flag, if the daemon cannot be made as configured.
+    SIGHUP calls `read_config`, and puts in force what can be changed. Raises InvalidArgumentError,
+    naming the flag, if the daemon cannot be made as configured.
     """
     configure_logs(config.process.log_format, config.process.log_level)
-    with _stop_signals() as signalled, ExitStack() as resources:
+    reload = Reload(config, read_config)
+    reload.add(_prepare_logs, "log_format", "log_level")
+    with obeyed_signals() as signals, ExitStack() as resources:
         daemon = make_daemon(config)
         resources.callback(daemon.close)
         server = RpcServer(daemon, max_workers=config.network.max_workers)
@@ -63,7 +67,8 @@ def run(config: ServeConfig) -> int:
         for warning in config.warnings:
             _log.warning(warning)
         _log_start(daemon, bound)
-        os.read(signalled, 1)
+        for _ in signals:
+            reload.run()
         _log.info("stopping", drain_timeout_s=config.process.drain_timeout)
         have_ended = server.stop(config.process.drain_timeout)
     _log.info("stopped", calls_cut=not have_ended)
@@ -71,6 +76,10 @@ def run(config: ServeConfig) -> int:
         # The interpreter would wait for the threads of the calls that were cut.
         os._exit(0)
     return 0
+
+
+def _prepare_logs(config: ServeConfig) -> Callable[[], None]:
+    return partial(configure_logs, config.process.log_format, config.process.log_level)
 
 
 def make_daemon(config: ServeConfig) -> Daemon:
@@ -214,37 +223,6 @@ def _listen(server: RpcServer, address: Address, resources: ExitStack) -> str:
     return bound
 
 
-@contextmanager
-def _stop_signals() -> Iterator[int]:
-    """The end of a pipe that can be read once SIGTERM or SIGINT has come.
-
-    A handler in Python would not do: it may interrupt another one, or an Event's `wait`, and
-    deadlock on the Event's lock; and a signal that the kernel gives to a thread of gRPC, as it
-    does when the process was stopped, does not wake the main thread to run a handler.
-    """
-    received: list[int] = []
-
-    def on_signal(number: int, frame: FrameType | None) -> None:
-        received.append(number)
-        if len(received) > 1:
-            os._exit(128 + number)
-
-    read_end, write_end = os.pipe()
-    os.set_blocking(write_end, False)
-    previous_fd = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
-    previous = {
-        number: signal.signal(number, on_signal) for number in (signal.SIGTERM, signal.SIGINT)
-    }
-    try:
-        yield read_end
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-        signal.set_wakeup_fd(previous_fd)
-        os.close(read_end)
-        os.close(write_end)
-
-
 def _log_start(daemon: Daemon, addresses: list[str]) -> None:
     info = daemon.info
     _log.info(
@@ -256,6 +234,7 @@ def _log_start(daemon: Daemon, addresses: list[str]) -> None:
         hash_algorithm=info.hash_algorithm,
         hash_seeded=info.hash_seeded,
         pid=os.getpid(),
+        boot_id=daemon.boot_id.hex(),
     )
     if not info.hash_seeded:
         _log.info("no --hash-seed: block hashes of this start match no other daemon's")

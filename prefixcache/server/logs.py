@@ -9,7 +9,10 @@ import structlog
 
 
 def configure_logs(log_format: str, level: str) -> None:
-    """log_format: "console", "json", or "auto" (console on a terminal). level: a logging name."""
+    """log_format: "console", "json", or "auto" (console on a terminal). level: a logging name.
+
+    May be called again: loggers that were used before follow.
+    """
     as_json = log_format == "json" or (log_format == "auto" and not sys.stderr.isatty())
     renderer: structlog.types.Processor = (
         structlog.processors.JSONRenderer()
@@ -32,7 +35,6 @@ def configure_logs(log_format: str, level: str) -> None:
             logging.getLevelNamesMapping()[level.upper()]
         ),
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
-        cache_logger_on_first_use=True,
     )
 
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import stat
 import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -20,9 +18,8 @@ import prefixcache
 from prefixcache.client import Client
 from prefixcache.errors import PrefixCacheError, UnavailableError
 from prefixcache.types import ResultCode
+from tests.support.program import PROGRAM, SEED, serving
 
-PROGRAM = [sys.executable, "-m", "prefixcache.cli"]
-SEED = "a seed of some length"
 TRACE = "\n".join(
     json.dumps({"timestamp": 0, "input_length": 32, "output_length": 1, "hash_ids": hash_ids})
     for hash_ids in ([1, 2], [1, 3], [1, 2])
@@ -35,25 +32,6 @@ def run(*arguments: str) -> str:
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
-
-
-@contextmanager
-def serving(folder: Path, *options: str, seed: str = SEED) -> Iterator[subprocess.Popen[str]]:
-    """A daemon on the default socket of `folder`, once it serves; logs JSON lines to stderr."""
-    environ = {key: value for key, value in os.environ.items() if "PREFIXCACHE" not in key}
-    with subprocess.Popen(
-        [*PROGRAM, "serve", *options],
-        env={**environ, "XDG_RUNTIME_DIR": str(folder), "PREFIXCACHE_HASH_SEED": seed},
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
-        try:
-            assert process.stderr is not None
-            line = next(line for line in process.stderr if "serving" in line or "rror" in line)
-            assert json.loads(line)["event"] == "serving"
-            yield process
-        finally:
-            process.kill()
 
 
 @pytest.fixture

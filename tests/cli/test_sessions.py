@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from prefixcache.client import Client
-from tests.cli.test_end_to_end import serving
+from tests.support.program import serving
 from tests.support.waiting import until
 
 NUM_BLOCKS = 10

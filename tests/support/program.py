@@ -1,0 +1,49 @@
+"""The daemon as a program of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+PROGRAM = [sys.executable, "-m", "prefixcache.cli"]
+SEED = "a seed of some length"
+MANAGER = ("--storage", "none", "--num-blocks", "100")
+"""Options of a daemon that starts fast."""
+
+
+@contextmanager
+def serving(
+    folder: Path, *options: str, seed: str = SEED, environ: Mapping[str, str] | None = None
+) -> Iterator[subprocess.Popen[str]]:
+    """A daemon on the default socket of `folder`, once it serves; logs JSON lines to stderr."""
+    inherited = {key: value for key, value in os.environ.items() if "PREFIXCACHE" not in key}
+    own = {"XDG_RUNTIME_DIR": str(folder), "PREFIXCACHE_HASH_SEED": seed}
+    with subprocess.Popen(
+        [*PROGRAM, "serve", *options],
+        env={**inherited, **own, **(environ or {})},
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            logged_until(process, "serving")
+            yield process
+        finally:
+            process.kill()
+
+
+def logged_until(process: subprocess.Popen[str], event: str) -> list[dict[str, Any]]:
+    """What a daemon logs up to the line of that event; fails if it ends before."""
+    assert process.stderr is not None
+    lines: list[dict[str, Any]] = []
+    for text in process.stderr:
+        assert text.startswith("{"), text
+        lines.append(json.loads(text))
+        if lines[-1]["event"] == event:
+            return lines
+    raise AssertionError(f"the daemon has ended without {event!r}: {lines}")
