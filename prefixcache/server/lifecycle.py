@@ -21,25 +21,19 @@ from prefixcache.address import (
     check_socket_folder,
     default_listen_address,
 )
-from prefixcache.config import LATENT_KV_DTYPE, ServeConfig
+from prefixcache.config import ServeConfig
 from prefixcache.core.sessions import SessionLimits
 from prefixcache.errors import InvalidArgumentError
 from prefixcache.server.daemon import CacheOptions, Daemon, LimitOptions, ModelOptions
 from prefixcache.server.logs import configure_logs
+from prefixcache.server.model_layout import layout_of
 from prefixcache.server.reload import Reload
 from prefixcache.server.rpc_server import RpcServer
 from prefixcache.server.signals import obeyed_signals
 from prefixcache.server.sweeper import Sweeper
 from prefixcache.server.unix_socket import SocketClaim
 from prefixcache.storage.fixed_scales import FixedScales, read_scale_file
-from prefixcache.storage.layout import (
-    KVLayout,
-    LatentLayout,
-    Layout,
-    Quantization,
-    num_blocks_for_memory,
-)
-from prefixcache.storage.model_config import layout_from_model_config
+from prefixcache.storage.layout import Layout, num_blocks_for_memory
 
 _log = structlog.get_logger(__name__)
 
@@ -143,41 +137,8 @@ def _model_options(config: ServeConfig) -> ModelOptions:
     device = default_device() if storage == "auto" else storage
     if device == "cuda" and default_device() != "cuda":
         raise InvalidArgumentError("--storage", "cuda is asked for, and torch sees no GPU here")
-    layout = _quantised(_plain_layout(config), config)
+    layout = layout_of(model, config.pool.block_size)
     return replace(options, layout=layout, device=device, scales=_fixed_scales(config, layout))
-
-
-def _plain_layout(config: ServeConfig) -> Layout:
-    """The layout in the model's own dtype."""
-    model, block_size = config.model, config.pool.block_size
-    if model.model_config_path is not None:
-        try:
-            return layout_from_model_config(model.model_config_path, block_size, model.dtype)
-        except InvalidArgumentError as error:
-            if error.field in ("dtype", "model_config"):  # flags of their own
-                raise
-            raise InvalidArgumentError("--model-config", error.message) from error
-    # `ServeConfig` has checked that all of them are given.
-    assert model.num_layers is not None
-    assert model.dtype is not None
-    if model.is_latent:
-        assert model.latent_dim is not None
-        assert model.rope_dim is not None
-        return LatentLayout(
-            model.num_layers, model.latent_dim, model.rope_dim, block_size, model.dtype
-        )
-    assert model.num_kv_heads is not None
-    assert model.head_dim is not None
-    return KVLayout(model.num_layers, model.num_kv_heads, model.head_dim, block_size, model.dtype)
-
-
-def _quantised(layout: Layout, config: ServeConfig) -> Layout:
-    if config.model.kv_dtype == "auto":
-        return layout
-    if isinstance(layout, LatentLayout):
-        raise InvalidArgumentError("--kv-dtype", LATENT_KV_DTYPE)
-    quantization = Quantization(config.model.kv_dtype, config.model.kv_scales)
-    return replace(layout, quantization=quantization)
 
 
 def _fixed_scales(config: ServeConfig, layout: Layout) -> FixedScales | None:
