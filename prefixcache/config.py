@@ -341,6 +341,47 @@ class CacheSection(Section):
         return self
 
 
+class LimitSection(Section):
+    title: ClassVar[str] = "Limits"
+
+    max_tokens_per_call: int = _setting(
+        2**22,
+        "Most tokens of one call: of a prompt, or of all rows of a batch, with the lookahead.",
+        unit="tokens",
+        ge=1,
+        le=2**31 - 1,
+    )
+    max_queued_calls: int = _setting(
+        1024,
+        "Most calls that wait for a thread, Prefill and Decode apart from the others; one more is "
+        "refused at once.",
+        unit="calls",
+        ge=0,
+        le=2**20,
+    )
+    max_queue_wait: float = _setting(
+        60.0,
+        "Longest wait of a call for a thread; then it is refused.",
+        unit="seconds",
+        gt=0,
+        le=_MAX_SECONDS,
+    )
+    max_connections: int = _setting(
+        1024,
+        "Most connections to one address; one more is closed at once.",
+        unit="connections",
+        ge=1,
+        le=2**20,
+    )
+    max_owners: int = _setting(
+        4096,
+        "Most clients without a session that have sequences.",
+        unit="clients",
+        ge=1,
+        le=2**20,
+    )
+
+
 class SessionSection(Section):
     title: ClassVar[str] = "Sessions"
 
@@ -351,7 +392,11 @@ class SessionSection(Section):
         3600.0, "Longest TTL that a session may ask for.", unit="seconds", ge=1, le=_MAX_SECONDS
     )
     max_sequences: int = _setting(
-        16384, "Most sequences of one session.", unit="sequences", ge=1, le=2**31 - 1
+        16384,
+        "Most sequences of one session, or of one client without.",
+        unit="sequences",
+        ge=1,
+        le=2**31 - 1,
     )
     reconnect_grace: float = _setting(
         0.5,
@@ -391,6 +436,7 @@ class ServeConfig:
     pool: PoolSection
     model: ModelSection
     cache: CacheSection
+    limits: LimitSection
     sessions: SessionSection
     process: ProcessSection
 

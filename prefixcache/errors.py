@@ -22,7 +22,10 @@ PrefixCacheError
 │   ├── NoRoomError                 too few free blocks now; retry after some are freed
 │   ├── TooManyStreamsError         the daemon serves no more streams of this kind
 │   ├── TooManySessionsError        the daemon has as many sessions as it takes
-│   └── TooManySequencesError       the session has as many sequences as one may have
+│   ├── TooManyOwnersError          as many clients without a session have sequences as may
+│   ├── TooManySequencesError       the session, or owner, has as many sequences as one may have
+│   ├── TooManyCallsError           as many calls wait for a thread as may; retry later
+│   └── WaitedTooLongError          the call has waited for a thread as long as one may
 ├── AbortedError
 │   └── SequenceBusyError           a call is running on the sequence
 ├── UnavailableError                the daemon cannot be reached
@@ -66,10 +69,13 @@ __all__ = [
     "SessionLostError",
     "SessionNotFoundError",
     "StorageOwnedError",
+    "TooManyCallsError",
+    "TooManyOwnersError",
     "TooManySequencesError",
     "TooManySessionsError",
     "TooManyStreamsError",
     "UnavailableError",
+    "WaitedTooLongError",
     "WrongPositionError",
 ]
 
@@ -286,7 +292,36 @@ class TooManySequencesError(ResourceExhaustedError):
 
     def __init__(self, limit: int) -> None:
         super().__init__(
-            f"a session has at most {limit} sequences; free some of them", {"limit": limit}
+            f"an owner has at most {limit} sequences; free some of them", {"limit": limit}
+        )
+
+
+class TooManyOwnersError(ResourceExhaustedError):
+    reason = "TOO_MANY_OWNERS"
+
+    def __init__(self, limit: int) -> None:
+        super().__init__(
+            f"{limit} owners without a session have sequences, and no more are taken",
+            {"limit": limit},
+        )
+
+
+class TooManyCallsError(ResourceExhaustedError):
+    reason = "TOO_MANY_CALLS"
+
+    def __init__(self, limit: int) -> None:
+        super().__init__(
+            f"{limit} calls wait for a thread, and no more are taken", {"limit": limit}
+        )
+
+
+class WaitedTooLongError(ResourceExhaustedError):
+    reason = "WAITED_TOO_LONG"
+
+    def __init__(self, limit_s: float) -> None:
+        super().__init__(
+            f"the call has waited {limit_s:g} s for a thread, and nothing was done",
+            {"limit_s": f"{limit_s:g}"},
         )
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import grpc
 
 from prefixcache.client.channel import DEFAULT_MAX_MESSAGE_BYTES, resolve_target
+from prefixcache.server.daemon import LimitOptions
 from prefixcache.server.rpc_server import make_server
 from prefixcache.server.workers import Workers
 
@@ -23,7 +24,9 @@ _SERVICE = "prefixcache.bench.Echo"
 
 def make_echo_server(address: str, num_workers: int, reply_sizes: Sequence[int]) -> grpc.Server:
     """Listens already, to be started."""
-    server = make_server(Workers(num_workers, "echo"), DEFAULT_MAX_MESSAGE_BYTES)
+    server = make_server(
+        Workers(num_workers, "echo"), DEFAULT_MAX_MESSAGE_BYTES, LimitOptions().max_connections
+    )
     handlers: dict[str, Any] = {
         _method(size): grpc.unary_unary_rpc_method_handler(partial(_reply, bytes(size)))
         for size in set(reply_sizes)

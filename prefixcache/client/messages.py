@@ -94,6 +94,13 @@ def _read_server_info(reply: Any) -> ServerInfo:
         max_session_ttl_s=reply.limits.max_session_ttl_s,
         max_sequences_per_session=reply.limits.max_sequences_per_session,
         reconnect_grace_s=reply.limits.reconnect_grace_s,
+        max_tokens_per_call=reply.limits.max_tokens_per_call,
+        max_queued_calls=reply.limits.max_queued_calls,
+        max_queue_wait_s=reply.limits.max_queue_wait_s,
+        max_owners=reply.limits.max_owners,
+        max_connections=reply.limits.max_connections,
+        max_streams_per_connection=reply.limits.max_streams_per_connection,
+        max_step_streams=reply.limits.max_step_streams,
         core=reply.core,
     )
 

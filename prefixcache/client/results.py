@@ -46,8 +46,21 @@ class ServerInfo:
     max_sessions: int
     max_session_ttl_s: float
     max_sequences_per_session: int
+    """Also of a client without a session."""
     reconnect_grace_s: float
     """A session ends this long after its connection broke, unless its client is back. Seconds."""
+    max_tokens_per_call: int
+    """Of a prompt, or of all rows of a batch, with the lookahead."""
+    max_queued_calls: int
+    """Calls that wait for a thread of the daemon; one more is refused."""
+    max_queue_wait_s: float
+    max_owners: int
+    """Clients without a session that have sequences."""
+    max_connections: int
+    """To one address of the daemon."""
+    max_streams_per_connection: int
+    """Calls and streams; more of them wait in the client."""
+    max_step_streams: int
     core: str
     """Form of the block manager's core: "native" (compiled) or "python"."""
 

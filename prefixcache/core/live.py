@@ -20,6 +20,7 @@ from prefixcache.core.sessions import CallOrder, Session, SessionLimits, Session
 from prefixcache.errors import (
     SequenceBusyError,
     SequenceNotFoundError,
+    TooManyOwnersError,
     TooManySequencesError,
 )
 from prefixcache.types import SequenceId
@@ -127,12 +128,15 @@ class LiveSequences:
             self.touch(owner)
 
     def check_can_add(self, owner: bytes, count: int) -> None:
-        """Raises TooManySequencesError if a session would have more sequences than it may."""
-        limit = self.sessions.limits.max_sequences
-        record = self._session_owners.get(owner)
+        """Raises TooManySequencesError or TooManyOwnersError beyond what one, or all, may have."""
+        limits = self.sessions.limits
+        record = self._owners_like(owner).get(owner)
         held = len(record.sequences) if record is not None else 0
-        if is_session_id(owner) and held + count > limit:
-            raise TooManySequencesError(limit)
+        if held + count > limits.max_sequences:
+            raise TooManySequencesError(limits.max_sequences)
+        is_new = record is None and not is_session_id(owner)
+        if is_new and len(self._owners) >= limits.max_owners:
+            raise TooManyOwnersError(limits.max_owners)
 
     def get(self, owner: bytes, sequence_id: int) -> Sequence | None:
         """None also for a sequence of another owner."""

@@ -141,9 +141,9 @@ class Sequences:
     ) -> AllocateResult:
         """A new sequence with references on its hits and its new blocks.
 
-        Raises ExceedsPoolError, NoRoomError, TooManySequencesError or RequestIdConflictError. A
-        repeat (same owner, request_id and content, sequence unchanged) is answered with the first
-        reply.
+        Raises ExceedsPoolError, NoRoomError, TooManySequencesError, TooManyOwnersError or
+        RequestIdConflictError. A repeat (same owner, request_id and content, sequence unchanged) is
+        answered with the first reply.
         """
         call = ("allocate", num_lookahead_tokens, cache_use, full_hit, resumed, prompt.extra_keys)
         earlier = self.live.touch(owner).get(request_id)

@@ -31,12 +31,16 @@ _DIGEST_CHARS = 16
 
 @dataclass(frozen=True, slots=True)
 class SessionLimits:
-    """max_sequences: of one session. reconnect_grace_s: see the module."""
+    """max_sequences: of one session, or of one owner without. max_owners: without a session.
+
+    reconnect_grace_s: see the module.
+    """
 
     max_sessions: int = 256
     max_ttl_s: float = 3600.0
     max_sequences: int = 16384
     reconnect_grace_s: float = 0.5
+    max_owners: int = 4096
 
 
 @dataclass(eq=False, slots=True)

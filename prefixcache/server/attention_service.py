@@ -15,32 +15,35 @@ from prefixcache.server.daemon import Daemon
 class AttentionService:
     def __init__(self, daemon: Daemon) -> None:
         self._engine = daemon.engine
+        self._max_tokens = daemon.info.limits.max_tokens_per_call
 
     def prefill(self, request: attention_pb2.PrefillRequest) -> Any:
         if self._engine is None:
             raise NoStorageError
         response = twin("PrefillResponse")()
-        codec.set_tensor(response.out, self._engine.prefill(*_arguments(request)))
+        codec.set_tensor(response.out, self._engine.prefill(*self._arguments(request)))
         return response
 
     def decode(self, request: attention_pb2.DecodeRequest) -> Any:
         if self._engine is None:
             raise NoStorageError
         response = twin("DecodeResponse")()
-        codec.set_tensor(response.out, self._engine.decode(*_arguments(request)))
+        codec.set_tensor(response.out, self._engine.decode(*self._arguments(request)))
         return response
 
-
-def _arguments(request: attention_pb2.PrefillRequest | attention_pb2.DecodeRequest) -> Any:
-    batch = request.batch
-    owner = checks.owner(batch.owner)
-    checks.equal_lengths(batch, "sequence_ids", "start_positions", "num_tokens")
-    checks.distinct(batch.sequence_ids)
-    if 0 in batch.num_tokens:
-        raise InvalidArgumentError("num_tokens", "is 0 in some row")
-    q = codec.tensor_from_wire(request.q, "q")
-    k = codec.tensor_from_wire(request.k, "k")
-    v = codec.tensor_from_wire(request.v, "v") if request.HasField("v") else None
-    columns = (list(batch.sequence_ids), list(batch.start_positions), list(batch.num_tokens))
-    options = codec.options_from_wire(batch)
-    return owner, batch.layer, columns, (q, k, v), options, checks.order(batch)
+    def _arguments(
+        self, request: attention_pb2.PrefillRequest | attention_pb2.DecodeRequest
+    ) -> Any:
+        batch = request.batch
+        owner = checks.owner(batch.owner)
+        checks.equal_lengths(batch, "sequence_ids", "start_positions", "num_tokens")
+        checks.distinct(batch.sequence_ids)
+        if 0 in batch.num_tokens:
+            raise InvalidArgumentError("num_tokens", "is 0 in some row")
+        checks.num_tokens(sum(batch.num_tokens), "num_tokens", self._max_tokens)
+        q = codec.tensor_from_wire(request.q, "q")
+        k = codec.tensor_from_wire(request.k, "k")
+        v = codec.tensor_from_wire(request.v, "v") if request.HasField("v") else None
+        columns = (list(batch.sequence_ids), list(batch.start_positions), list(batch.num_tokens))
+        options = codec.options_from_wire(batch)
+        return owner, batch.layer, columns, (q, k, v), options, checks.order(batch)

@@ -24,14 +24,13 @@ from prefixcache.rpc.wire import column32, column64, repeated_bytes, twin
 from prefixcache.server import checks
 from prefixcache.server.daemon import REPLY_HEADROOM_BYTES, Daemon
 
-_MAX_UINT32 = 2**32 - 1
-
 
 class CacheService:
     def __init__(self, daemon: Daemon) -> None:
         self._daemon = daemon
         self._sequences = daemon.sequences
         self._block_size = daemon.sequences.pool.block_size
+        self._max_tokens = daemon.info.limits.max_tokens_per_call
 
     def get_server_info(
         self, request: cache_pb2.GetServerInfoRequest
@@ -40,7 +39,7 @@ class CacheService:
         return self._daemon.info
 
     def lookup(self, request: cache_pb2.LookupRequest) -> Any:
-        token_ids, extra_keys = checks.prompt(request, self._block_size)
+        token_ids, extra_keys = checks.prompt(request, self._block_size, self._max_tokens)
         full_hit = checks.full_hit(request.full_hit)
         prompt = self._sequences.prepare(token_ids, extra_keys)
         with self._sequences.lock:
@@ -48,7 +47,7 @@ class CacheService:
         reply = cache_pb2.LookupResponse(
             num_cached_tokens=found.num_cached_tokens,
             num_cached_blocks=found.num_cached_blocks,
-            num_blocks_needed=min(found.num_blocks_needed, _MAX_UINT32),
+            num_blocks_needed=found.num_blocks_needed,
             num_blocks_free=found.num_blocks_free,
         )
         if request.want_hashes and prompt.chain is not None:
@@ -62,7 +61,7 @@ class CacheService:
         owner = checks.owner(request.owner)
         order = checks.order(request)
         request_id = checks.request_id(request.request_id)
-        token_ids, extra_keys = checks.prompt(request, self._block_size)
+        token_ids, extra_keys = checks.prompt(request, self._block_size, self._max_tokens)
         cache_use = checks.cache_use(request.cache_use)
         full_hit = checks.full_hit(request.full_hit)
         self._check_fingerprint(request.layout_fingerprint)
@@ -88,7 +87,7 @@ class CacheService:
     def append(self, request: cache_pb2.AppendRequest) -> Any:
         owner = checks.owner(request.owner)
         order = checks.order(request)
-        batch = checks.append_batch(request, self._block_size)
+        batch = checks.append_batch(request, self._block_size, self._max_tokens)
         if self._daemon.engine is not None:
             appended = self._daemon.engine.append(owner, batch, order)
         else:

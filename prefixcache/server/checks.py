@@ -66,11 +66,22 @@ def request_names(values: Iterable[str]) -> list[str]:
     return names
 
 
-def prompt(request: Any, block_size: int) -> tuple[TokenIds, ExtraKeys]:
-    """Token ids and extra keys of a Lookup or an Allocate."""
-    token_ids = column(request.token_ids)
-    if not len(token_ids):
+def num_tokens(num: int, field: str, limit: int) -> int:
+    """Tokens that a call brings or asks for: at most `limit`."""
+    if num > limit:
+        raise InvalidArgumentError(
+            field, f"a call has at most {limit} tokens, this one has {num}", limit=limit
+        )
+    return num
+
+
+def prompt(request: Any, block_size: int, max_tokens: int) -> tuple[TokenIds, ExtraKeys]:
+    """Token ids and extra keys of a Lookup or an Allocate. max_tokens: with the lookahead."""
+    num = num_tokens(len(request.token_ids), "token_ids", max_tokens)
+    num_tokens(num + request.num_lookahead_tokens, "num_lookahead_tokens", max_tokens)
+    if not num:
         raise InvalidArgumentError("token_ids", "is empty, a prompt has at least one token")
+    token_ids = column(request.token_ids)
     if not request.HasField("extra_keys"):
         return token_ids, NO_EXTRA_KEYS
     extra_keys = codec.extra_keys_from_wire(request.extra_keys)
@@ -115,25 +126,27 @@ def full_hit(value: int) -> FullHit:
         raise InvalidArgumentError("full_hit", f"{value} is not a value") from None
 
 
-def append_batch(request: Any, block_size: int) -> AppendBatch:
-    """The rows of an Append."""
+def append_batch(request: Any, block_size: int, max_tokens: int) -> AppendBatch:
+    """The rows of an Append. max_tokens: of all of them, with the lookahead."""
+    num = num_tokens(len(request.token_ids), "token_ids", max_tokens)
     num_rows = equal_lengths(request, "sequence_ids", "start_positions", "num_tokens")
     sequence_ids = np.array(request.sequence_ids, dtype=np.uint64)
     distinct(sequence_ids.tolist())
-    num_tokens, token_ids = column(request.num_tokens), column(request.token_ids)
+    row_tokens, token_ids = column(request.num_tokens), column(request.token_ids)
     num_kv_valid = _optional_column(request, "num_kv_valid", num_rows)
     num_lookahead_tokens = _optional_column(request, "num_lookahead_tokens", num_rows)
-    total = sum(num_tokens.tolist())
+    num_tokens(num + sum(num_lookahead_tokens.tolist()), "num_lookahead_tokens", max_tokens)
+    total = sum(row_tokens.tolist())
     if total != len(token_ids):
         raise InvalidArgumentError(
             "token_ids", f"has {len(token_ids)} tokens, num_tokens sums to {total}"
         )
-    if request.num_kv_valid and (num_kv_valid > num_tokens).any():
+    if request.num_kv_valid and (num_kv_valid > row_tokens).any():
         raise InvalidArgumentError("num_kv_valid", "is larger than num_tokens in some row")
     return AppendBatch(
         sequence_ids,
         column(request.start_positions),
-        num_tokens,
+        row_tokens,
         token_ids,
         num_kv_valid,
         num_lookahead_tokens,

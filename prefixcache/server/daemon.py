@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from prefixcache.engine import Engine
 
 API_VERSION = "v1"
+MAX_STREAMS_PER_CONNECTION = 1024
 MAX_STEP_ALLOCATES = 1024
 """New sequences in one step: a refused one takes a few bytes to ask for and many to answer."""
 REPLY_HEADROOM_BYTES = 1024
@@ -64,8 +65,18 @@ class ModelOptions:
 
 @dataclass(frozen=True, slots=True)
 class LimitOptions:
+    """max_queued_calls, max_queue_wait_s: of calls that wait for a thread.
+
+    max_step_streams: open at the same time; an engine needs one.
+    """
+
     max_message_bytes: int = 256 * 2**20
     max_fork_children: int = 256
+    max_tokens_per_call: int = 2**22
+    max_queued_calls: int = 1024
+    max_queue_wait_s: float = 60.0
+    max_connections: int = 1024
+    max_step_streams: int = 256
 
 
 class Daemon:
@@ -172,4 +183,11 @@ def _limits_message(limits: LimitOptions, sessions: SessionLimits) -> cache_pb2.
         max_session_ttl_s=sessions.max_ttl_s,
         max_sequences_per_session=sessions.max_sequences,
         reconnect_grace_s=sessions.reconnect_grace_s,
+        max_tokens_per_call=limits.max_tokens_per_call,
+        max_queued_calls=limits.max_queued_calls,
+        max_queue_wait_s=limits.max_queue_wait_s,
+        max_owners=sessions.max_owners,
+        max_connections=limits.max_connections,
+        max_streams_per_connection=MAX_STREAMS_PER_CONNECTION,
+        max_step_streams=limits.max_step_streams,
     )

@@ -26,7 +26,9 @@ from prefixcache.errors import (
 from prefixcache.rpc import wire
 from prefixcache.rpc.status import to_status
 from prefixcache.server.arrivals import Arrivals
+from prefixcache.server.replies import Replies
 from prefixcache.server.streams import Streams
+from prefixcache.server.workers import Workers
 
 _log = structlog.get_logger(__name__)
 
@@ -45,20 +47,28 @@ class Service:
     """
 
     servicer: object
-    workers: ThreadPoolExecutor
+    workers: Workers
+
+
+@dataclass(frozen=True, slots=True)
+class Transfers:
+    """What watches over peers that are slow or silent, at both ends of a unary call."""
+
+    arrivals: Arrivals
+    replies: Replies
 
 
 def add_services(
     server: grpc.Server,
     services: Mapping[str, Service],
     streams: Mapping[str, Streams],
-    arrivals: Arrivals,
+    transfers: Transfers,
     boot_id: bytes,
 ) -> None:
     """Register every RPC of the .proto files; services by their short names.
 
     streams: by the RPC's name. They run in threads of their own and not in their service's.
-    arrivals: gets the other calls, until their request is there.
+    transfers: gets the other calls.
     """
     by_service: dict[str, dict[str, Any]] = {}
     for method in wire.methods():
@@ -74,13 +84,11 @@ def add_services(
             )
         else:
             answer = _answer(method, getattr(service.servicer, name), boot_id)
-            handler = _handler(answer, arrivals, boot_id)
+            handler = _handler(answer, service.workers, transfers, boot_id)
             run_in(service.workers, handler)
             # As a stream of one request, which does not cost more: gRPC would else wait for the
             # request by itself, without a limit.
-            handlers[method.name] = grpc.stream_unary_rpc_method_handler(
-                handler, response_serializer=_serialize
-            )
+            handlers[method.name] = grpc.stream_unary_rpc_method_handler(handler)
     for full_name, handlers in by_service.items():
         server.add_registered_method_handlers(full_name, handlers)
 
@@ -94,10 +102,13 @@ def run_in(workers: ThreadPoolExecutor, handler: Callable[..., Any]) -> None:
 
 
 def _handler(
-    answer: _Answer, arrivals: Arrivals, boot_id: bytes
-) -> Callable[[Iterator[bytes], grpc.ServicerContext], Any]:
-    def handle(requests: Iterator[bytes], context: grpc.ServicerContext) -> Any:
-        data = arrivals.request(requests, context)
+    answer: _Answer, workers: Workers, transfers: Transfers, boot_id: bytes
+) -> Callable[[Iterator[bytes], grpc.ServicerContext], bytes]:
+    def handle(requests: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
+        refusal = workers.refusal()
+        if refusal is not None:
+            _abort(context, refusal, boot_id)
+        data = transfers.arrivals.request(requests, context)
         if data is None:
             _abort(context, InvalidArgumentError("request", "is missing"), boot_id)
         # Its caller may have given up while it waited for a worker: done now, an Allocate would
@@ -106,7 +117,9 @@ def _handler(
             _abort(context, DeadlineExceededError("the deadline passed in the queue"), boot_id)
         if not context.is_active():
             _abort(context, CancelledCallError("the call has ended before it began"), boot_id)
-        return answer(data, context)
+        reply = _serialize(answer(data, context))
+        transfers.replies.leaves(context, len(reply))
+        return reply
 
     return handle
 

@@ -105,12 +105,20 @@ def _make_daemon(config: ServeConfig) -> Daemon:
             owner_ttl_s=config.cache.owner_ttl,
         ),
         model,
-        LimitOptions(config.network.max_message_bytes, config.cache.max_fork_children),
+        LimitOptions(
+            max_message_bytes=config.network.max_message_bytes,
+            max_fork_children=config.cache.max_fork_children,
+            max_tokens_per_call=config.limits.max_tokens_per_call,
+            max_queued_calls=config.limits.max_queued_calls,
+            max_queue_wait_s=config.limits.max_queue_wait,
+            max_connections=config.limits.max_connections,
+        ),
         SessionLimits(
             max_sessions=config.sessions.max_sessions,
             max_ttl_s=config.sessions.max_session_ttl,
             max_sequences=config.sessions.max_sequences,
             reconnect_grace_s=config.sessions.reconnect_grace,
+            max_owners=config.limits.max_owners,
         ),
     )
 

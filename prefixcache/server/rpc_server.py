@@ -22,32 +22,39 @@ from prefixcache.server.admin_service import AdminService
 from prefixcache.server.arrivals import Arrivals
 from prefixcache.server.attention_service import AttentionService
 from prefixcache.server.cache_service import CacheService
-from prefixcache.server.daemon import Daemon
-from prefixcache.server.handlers import Service, add_services, run_in
+from prefixcache.server.daemon import MAX_STREAMS_PER_CONNECTION, Daemon
+from prefixcache.server.handlers import Service, Transfers, add_services, run_in
 from prefixcache.server.keep_alive import KeepAliveStreams
+from prefixcache.server.replies import Replies
 from prefixcache.server.session_service import SessionService
 from prefixcache.server.streams import Streams
-from prefixcache.server.workers import Workers
+from prefixcache.server.workers import Workers, WorkQueueLimits
 
 MIN_PING_INTERVAL_MS = 5_000
 """Clients may ping this often, with or without calls, before they are told to go away."""
 _MAX_WATCHES = 64
 """Health watches and reflection streams that are served at the same time; more of them wait."""
-MAX_STEP_STREAMS = 256
-"""Step streams that are open at the same time; an engine needs one."""
 _STREAMS_A_SESSION = 2
 """KeepAlive streams: the daemon may not know yet that the one before has broken."""
+_UNREAD_MESSAGES = 4
+_MIN_UNREAD_BYTES = 64 * 2**20
+"""So many of the largest messages, or so many bytes, may wait for their callers to read them."""
 _LAST_REPLIES_S = 0.5
 """How long replies may take to leave once their calls have ended."""
 
 
-def make_server(workers: Workers, max_message_bytes: int) -> grpc.Server:
-    """A server without services yet. max_message_bytes: of one message, either way."""
+def make_server(workers: Workers, max_message_bytes: int, max_connections: int) -> grpc.Server:
+    """A server without services yet.
+
+    max_message_bytes: of one message, either way. max_connections: to one address.
+    """
     return grpc.server(
         workers,
         options=[
             ("grpc.max_receive_message_length", max_message_bytes),
             ("grpc.max_send_message_length", max_message_bytes),
+            ("grpc.max_allowed_incoming_connections", max_connections),
+            ("grpc.max_concurrent_streams", MAX_STREAMS_PER_CONNECTION),
             # Two daemons on one port would split its calls between two pools.
             ("grpc.so_reuseport", 0),
             ("grpc.keepalive_permit_without_calls", 1),
@@ -61,29 +68,30 @@ class RpcServer:
     """Serves one daemon on any number of addresses.
 
     max_workers: calls that run at the same time, and as many Prefill and Decode calls; more of
-    them wait. Attention has threads of its own, so that a long one delays no lookup and no health
-    check, and so have streams: one that its client forgot takes none from the calls.
-    max_step_streams: Step streams that are open at the same time; more of them are refused.
+    them wait, within limits. Attention has threads of its own, so that a long one delays no lookup
+    and no health check, and so have streams: one that its client forgot takes none from the calls.
     """
 
-    def __init__(
-        self, daemon: Daemon, *, max_workers: int, max_step_streams: int = MAX_STEP_STREAMS
-    ) -> None:
+    def __init__(self, daemon: Daemon, *, max_workers: int) -> None:
         self._daemon = daemon
         self._num_workers = max_workers
-        self._workers = Workers(max_workers, "rpc")
-        self._attention_workers = Workers(max_workers, "attention")
+        limits = daemon.info.limits
+        queue = WorkQueueLimits(limits.max_queued_calls, limits.max_queue_wait_s)
+        self._workers = Workers(max_workers, "rpc", queue, clock=daemon.clock)
+        self._attention_workers = Workers(max_workers, "attention", queue, clock=daemon.clock)
         self._watch_workers = ThreadPoolExecutor(_MAX_WATCHES, "watch")
-        self._step_streams = Streams(max_step_streams, "step")
+        self._step_streams = Streams(limits.max_step_streams, "step")
         self._arrivals = Arrivals(daemon.clock)
-        max_keep_alives = _STREAMS_A_SESSION * daemon.info.limits.max_sessions
+        max_unread_bytes = max(_UNREAD_MESSAGES * limits.max_message_bytes, _MIN_UNREAD_BYTES)
+        self._replies = Replies(max_unread_bytes, daemon.clock)
+        max_keep_alives = _STREAMS_A_SESSION * limits.max_sessions
         self._keep_alives = KeepAliveStreams(daemon.sequences, daemon.boot_id, daemon.clock)
         # The non-blocking mode needs no threads and deadlocks: it sends a watch's first status
         # under a lock that gRPC's only serving thread takes when another watch ends.
         self._health = health.HealthServicer(
             experimental_non_blocking=False, experimental_thread_pool=self._watch_workers
         )
-        self._server = make_server(self._workers, daemon.info.limits.max_message_bytes)
+        self._server = make_server(self._workers, limits.max_message_bytes, limits.max_connections)
         add_services(
             self._server,
             {
@@ -96,7 +104,7 @@ class RpcServer:
                 "Step": self._step_streams,
                 "KeepAlive": Streams(max_keep_alives, "keep-alive"),
             },
-            self._arrivals,
+            Transfers(self._arrivals, self._replies),
             daemon.boot_id,
         )
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
@@ -122,12 +130,15 @@ class RpcServer:
         self._set_health(health_pb2.HealthCheckResponse.SERVING)
 
     def cut_stale_streams(self) -> None:
-        """Cancel KeepAlive streams that are of no use any more, and calls without a request.
+        """Cancel KeepAlive streams that are of no use any more, and calls whose peers are silent.
 
-        To be called now and then.
+        Refuse the calls that have waited too long for a thread, too. To be called now and then.
         """
         self._keep_alives.cut_stale()
         self._arrivals.cut_late()
+        self._replies.cut_late()
+        self._workers.refuse_late()
+        self._attention_workers.refuse_late()
 
     def stop(self, drain_timeout_s: float) -> bool:
         """Say that it is not serving, refuse new calls, and wait for running ones.
@@ -154,9 +165,8 @@ class RpcServer:
     def _calls_end_within(self, timeout_s: float) -> bool:
         """Workers take calls in order: when all of them are at the barrier, no call is left."""
         barrier = threading.Barrier(2 * self._num_workers + 1)
-        for _ in range(self._num_workers):
-            self._workers.submit(barrier.wait, timeout_s)
-            self._attention_workers.submit(barrier.wait, timeout_s)
+        for workers in (self._workers, self._attention_workers):
+            workers.submit_to_all(barrier.wait, timeout_s)
         try:
             barrier.wait(timeout_s)
         except threading.BrokenBarrierError:

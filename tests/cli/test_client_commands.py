@@ -48,6 +48,13 @@ INFO = ServerInfo(
     max_session_ttl_s=3600.0,
     max_sequences_per_session=16384,
     reconnect_grace_s=0.5,
+    max_tokens_per_call=2**22,
+    max_queued_calls=1024,
+    max_queue_wait_s=60.0,
+    max_owners=4096,
+    max_connections=1024,
+    max_streams_per_connection=1024,
+    max_step_streams=256,
     core="native",
 )
 STATS = PoolStats(

@@ -28,7 +28,7 @@ from prefixcache.errors import (
     UnavailableError,
 )
 from prefixcache.rpc._pb import cache_pb2
-from prefixcache.server.daemon import CacheOptions
+from prefixcache.server.daemon import CacheOptions, LimitOptions
 from prefixcache.types import CommitResult, ResultCode
 from tests.client.fake_daemon import END, HANG, allocated, fake_daemon
 from tests.client.twins import open_client
@@ -40,7 +40,7 @@ OK, NOT_FOUND = ResultCode.OK, ResultCode.NOT_FOUND
 
 @pytest.fixture
 def running() -> Iterator[RunningDaemon]:
-    with running_daemon(CacheOptions(16, 4), max_step_streams=1) as daemon:
+    with running_daemon(CacheOptions(16, 4), limits=LimitOptions(max_step_streams=1)) as daemon:
         yield daemon
 
 

@@ -46,7 +46,10 @@ EXAMPLES = {
         errors.NoRoomError(12, 3, 40),
         errors.TooManyStreamsError(256),
         errors.TooManySessionsError(256),
+        errors.TooManyOwnersError(4096),
         errors.TooManySequencesError(16384),
+        errors.TooManyCallsError(1024),
+        errors.WaitedTooLongError(2.5),
         errors.AbortedError("again"),
         errors.SequenceBusyError(7),
         errors.UnavailableError("gone"),
@@ -141,7 +144,11 @@ def test_a_status_carries_reason_numbers_and_boot_id_in_the_standard_form(error)
     assert message.details[0].Unpack(info)
     assert (info.domain, info.reason) == (ERROR_DOMAIN, error.reason)
     kinds = [detail.TypeName() for detail in message.details[1:]]
-    can_be_tried_again = type(error) is errors.NoRoomError
+    can_be_tried_again = type(error) in (
+        errors.NoRoomError,
+        errors.TooManyCallsError,
+        errors.WaitedTooLongError,
+    )
     assert kinds == (["google.rpc.RetryInfo"] if can_be_tried_again else [])
 
 

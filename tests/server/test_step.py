@@ -12,7 +12,13 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from prefixcache.rpc._pb import cache_pb2
-from prefixcache.server.daemon import MAX_STEP_ALLOCATES, CacheOptions, Daemon, ModelOptions
+from prefixcache.server.daemon import (
+    MAX_STEP_ALLOCATES,
+    CacheOptions,
+    Daemon,
+    LimitOptions,
+    ModelOptions,
+)
 from prefixcache.server.rpc_server import RpcServer
 from prefixcache.storage.layout import KVLayout
 from tests.support.daemon import RunningDaemon, running_daemon
@@ -37,7 +43,9 @@ MAX_STREAMS = 2
 
 @pytest.fixture
 def running() -> Iterator[RunningDaemon]:
-    with running_daemon(CacheOptions(16, 4), max_step_streams=MAX_STREAMS) as running:
+    with running_daemon(
+        CacheOptions(16, 4), limits=LimitOptions(max_step_streams=MAX_STREAMS)
+    ) as running:
         yield running
 
 

@@ -450,7 +450,8 @@ BAD_ATTENTION_VALUES: list[tuple[Change, str]] = [
     (put("batch.num_tokens", [6, 6]), "num_tokens"),
     (put("batch.num_tokens", [0]), "num_tokens"),
     (put("batch.num_tokens", [5]), "q.shape"),
-    (put("batch.num_tokens", [MAX_UINT32]), "q.shape"),
+    (put("batch.num_tokens", [2**22]), "q.shape"),
+    (put("batch.num_tokens", [MAX_UINT32]), "num_tokens"),
     *(
         (put(f"batch.{name}", value), name)
         for name, values in (
@@ -641,7 +642,7 @@ def test_no_room_now_says_the_numbers_and_when_to_come_again(bare: Served) -> No
     [
         (NUM_BLOCKS * BLOCK_SIZE + 1, 0, NUM_BLOCKS + 1),
         (1, NUM_BLOCKS * BLOCK_SIZE, NUM_BLOCKS + 1),
-        (1, MAX_UINT32, 2**30),
+        (1, 2**22 - 1, 2**20),
     ],
 )
 def test_more_than_the_whole_pool_is_refused_for_good(
@@ -825,14 +826,18 @@ def test_two_million_tokens_and_a_million_block_ids_fit_in_a_message() -> None:
 
 
 def test_numbers_at_the_end_of_their_range_do_not_overflow_the_reply() -> None:
-    with running_daemon(CacheOptions(8, 1)) as running, connected(running.target) as stubs:
-        found = stubs.lookup(range(100), num_lookahead_tokens=MAX_UINT32)
+    limits = LimitOptions(max_tokens_per_call=MAX_UINT32)
+    with (
+        running_daemon(CacheOptions(8, 1), None, limits) as running,
+        connected(running.target) as stubs,
+    ):
+        found = stubs.lookup(range(100), num_lookahead_tokens=MAX_UINT32 - 100)
         assert found.num_blocks_needed == MAX_UINT32
         peer = Peer(stubs)
         sequence_id = peer.allocate([1]).sequence_id
         for change in (
             put("start_positions", [MAX_UINT32]),
-            put("num_lookahead_tokens", [MAX_UINT32]),
+            put("num_lookahead_tokens", [MAX_UINT32 - 1]),
         ):
             request = peer.append_request([Row(sequence_id, 1, (5,))])
             change(request)

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from prefixcache.server.workers import Workers
+from prefixcache.errors import TooManyCallsError, WaitedTooLongError
+from prefixcache.server.workers import Workers, WorkQueueLimits
 
 _TIMEOUT_S = 30.0
 
@@ -112,3 +113,58 @@ def test_work_that_was_cancelled_while_it_waited_is_not_done(workers: Workers) -
     for future in (*futures, last):
         future.result(_TIMEOUT_S)
     assert done == [2]
+
+
+def reason(workers: Workers) -> type[Exception] | None:
+    refusal = workers.refusal()
+    return type(refusal) if refusal is not None else None
+
+
+def test_what_finds_the_queue_full_is_to_be_refused_at_once() -> None:
+    workers = Workers(1, "test", WorkQueueLimits(max_waiting=2))
+    (busy,), go_on = all_busy(workers, 1)
+    waiting = [workers.submit(reason, workers) for _ in range(2)]
+    for _ in range(5):
+        assert workers.submit(reason, workers).result(_TIMEOUT_S) is TooManyCallsError
+    assert workers.num_waiting == 2
+    go_on.set()
+    assert [future.result(_TIMEOUT_S) for future in waiting] == [None, None]
+    assert busy.result(_TIMEOUT_S)
+    assert workers.submit(reason, workers).result(_TIMEOUT_S) is None
+    workers.shutdown()
+
+
+def test_what_has_waited_too_long_is_to_be_refused_and_later_work_is_not() -> None:
+    now_s = [0.0]
+    limits = WorkQueueLimits(max_wait_s=10.0)
+    workers = Workers(1, "test", limits, clock=lambda: now_s[0])
+    (busy,), go_on = all_busy(workers, 1)
+    early = workers.submit(reason, workers)
+    now_s[0] = 1.0
+    late = workers.submit(reason, workers)
+    now_s[0] = 9.9
+    workers.refuse_late()
+    assert workers.num_waiting == 2
+    now_s[0] = 10.0
+    workers.refuse_late()
+    assert early.result(_TIMEOUT_S) is WaitedTooLongError
+    assert workers.num_waiting == 1
+    go_on.set()
+    assert late.result(_TIMEOUT_S) is None
+    assert busy.result(_TIMEOUT_S)
+    workers.shutdown()
+
+
+def test_work_for_all_threads_comes_after_what_waits_and_knows_no_limit() -> None:
+    workers = Workers(3, "test", WorkQueueLimits(max_waiting=1, max_wait_s=0.0))
+    futures, go_on = all_busy(workers, 3)
+    order: list[str] = []
+    waiting = workers.submit(order.append, "waiting")
+    together = threading.Barrier(3)
+    workers.submit_to_all(lambda: (together.wait(_TIMEOUT_S), order.append("all")))
+    assert workers.submit(reason, workers).result(_TIMEOUT_S) is TooManyCallsError
+    go_on.set()
+    for future in (*futures, waiting):
+        future.result(_TIMEOUT_S)
+    workers.shutdown()
+    assert order == ["waiting", "all", "all", "all"]

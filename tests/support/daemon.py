@@ -11,7 +11,7 @@ from pathlib import Path
 
 from prefixcache.core.sessions import SessionLimits
 from prefixcache.server.daemon import CacheOptions, Daemon, LimitOptions, ModelOptions
-from prefixcache.server.rpc_server import MAX_STEP_STREAMS, RpcServer
+from prefixcache.server.rpc_server import RpcServer
 from prefixcache.server.sweeper import Sweeper
 
 
@@ -39,12 +39,11 @@ def running_daemon(
     session_limits: SessionLimits | None = None,
     *,
     max_workers: int = 8,
-    max_step_streams: int = MAX_STEP_STREAMS,
     clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[RunningDaemon]:
     """Nothing sweeps it but `RunningDaemon.sweep`."""
     daemon = Daemon(cache, model, limits, session_limits, clock=clock)
-    server = RpcServer(daemon, max_workers=max_workers, max_step_streams=max_step_streams)
+    server = RpcServer(daemon, max_workers=max_workers)
     with tempfile.TemporaryDirectory() as folder:
         target = server.listen(f"unix:{Path(folder) / 'prefixcache.sock'}")
         server.start()

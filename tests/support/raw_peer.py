@@ -1,0 +1,99 @@
+"""A peer that speaks HTTP/2 by hand (RFC 9113), so that it can do what no gRPC client does."""
+
+from __future__ import annotations
+
+import socket
+import struct
+from collections.abc import Iterator
+from typing import NamedTuple
+
+_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+_DATA, _HEADERS, _SETTINGS = 0, 1, 4
+_ACK = _END_STREAM = 1
+_END_HEADERS = 4
+_MAX_FRAME = 2**14
+_INITIAL_WINDOW_SIZE = 4
+MAX_CONCURRENT_STREAMS = 3
+"""A setting's number."""
+
+
+class Frame(NamedTuple):
+    kind: int
+    flags: int
+    stream: int
+    payload: bytes
+
+
+class RawPeer:
+    """Sends calls, and reads nothing of their replies: it gives none of them a window to come in.
+
+    target: `unix:/path`. Use as a context manager.
+    """
+
+    def __init__(self, target: str) -> None:
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.settimeout(20.0)
+        self._socket.connect(target.removeprefix("unix:"))
+        self._next_stream = 1
+        no_window = struct.pack(">HI", _INITIAL_WINDOW_SIZE, 0)
+        self._socket.sendall(_PREFACE)
+        self._send(_SETTINGS, 0, 0, no_window)
+        self._send(_SETTINGS, _ACK, 0, b"")
+
+    def __enter__(self) -> RawPeer:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._socket.close()
+
+    def call(self, path: str, message: bytes) -> None:
+        """Begin a unary call. path: `/package.Service/Method`."""
+        stream = self._next_stream
+        self._next_stream += 2
+        headers = {
+            ":method": "POST",
+            ":scheme": "http",
+            ":path": path,
+            ":authority": "localhost",
+            "content-type": "application/grpc",
+            "te": "trailers",
+        }
+        block = b"".join(_literal(name) for name in headers.items())
+        self._send(_HEADERS, _END_HEADERS, stream, block)
+        data = struct.pack(">BI", 0, len(message)) + message
+        for start in range(0, len(data), _MAX_FRAME):
+            part = data[start : start + _MAX_FRAME]
+            is_last = start + len(part) == len(data)
+            self._send(_DATA, _END_STREAM if is_last else 0, stream, part)
+
+    def settings(self) -> dict[int, int]:
+        """What the daemon says in its first frame."""
+        frame = next(self._frames())
+        assert frame.kind == _SETTINGS
+        return dict(struct.iter_unpack(">HI", frame.payload))
+
+    def _frames(self) -> Iterator[Frame]:
+        while True:
+            high, low, kind, flags, stream = struct.unpack(">BHBBI", self._read(9))
+            yield Frame(kind, flags, stream, self._read(high << 16 | low))
+
+    def _read(self, count: int) -> bytes:
+        data = b""
+        while len(data) < count:
+            part = self._socket.recv(count - len(data))
+            if not part:
+                raise ConnectionResetError("the daemon has closed the connection")
+            data += part
+        return data
+
+    def _send(self, kind: int, flags: int, stream: int, payload: bytes) -> None:
+        length = len(payload)
+        head = struct.pack(">BHBBI", length >> 16, length & 0xFFFF, kind, flags, stream)
+        self._socket.sendall(head + payload)
+
+
+def _literal(header: tuple[str, str]) -> bytes:
+    """A header field without indexing or Huffman code (RFC 7541, section 6.2.2)."""
+    name, value = (text.encode() for text in header)
+    assert len(name) < 127 > len(value)
+    return bytes([0, len(name)]) + name + bytes([len(value)]) + value
