@@ -407,6 +407,29 @@ class SessionSection(Section):
     )
 
 
+class MetricsSection(Section):
+    title: ClassVar[str] = "Metrics"
+
+    metrics_listen: str | None = _setting(
+        None,
+        "Address that answers HTTP with Prometheus metrics (/metrics), /healthz and /readyz: "
+        "host:port, [ipv6]:port or unix:/path. Left out, there is none.",
+    )
+
+    @property
+    def address(self) -> Address | None:
+        """`metrics_listen`, parsed."""
+        return None if self.metrics_listen is None else parse_address(self.metrics_listen)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        try:
+            _ = self.address
+        except ValueError as error:
+            raise InvalidArgumentError("--metrics-listen", str(error)) from None
+        return self
+
+
 class ProcessSection(Section):
     title: ClassVar[str] = "Process"
 
@@ -438,6 +461,7 @@ class ServeConfig:
     cache: CacheSection
     limits: LimitSection
     sessions: SessionSection
+    metrics: MetricsSection
     process: ProcessSection
 
     def __post_init__(self) -> None:
@@ -470,4 +494,10 @@ class ServeConfig:
             for address in self.network.addresses
             if isinstance(address, TcpAddress) and not address.is_loopback
         ]
+        metrics = self.metrics.address
+        if isinstance(metrics, TcpAddress) and not metrics.is_loopback:
+            found.append(
+                f"the metrics at {metrics} can be read from other machines; they hold counts and "
+                "names of the model, no prompts"
+            )
         return tuple(found)

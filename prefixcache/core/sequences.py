@@ -452,22 +452,25 @@ class Sequences:
         self.counters.expired_sequences += num_expired
         return num_expired
 
-    def stats(self) -> PoolStats:
+    def counts(self) -> dict[str, int]:
+        """What `stats` says, but for what is counted by a walk over all live sequences."""
         pool = self.pool
-        return PoolStats(
-            num_blocks=pool.num_blocks,
-            block_size=pool.block_size,
-            referenced=pool.num_referenced,
-            evictable=pool.num_evictable,
-            blank=pool.num_blank,
-            cached=pool.num_cached,
-            sequences=len(self.live),
-            owners=self.live.num_owners,
-            sessions=len(self.live.sessions),
-            slots_written=self.live.num_slots_written(),
-            evictions=pool.num_evictions,
+        return {
+            "num_blocks": pool.num_blocks,
+            "block_size": pool.block_size,
+            "referenced": pool.num_referenced,
+            "evictable": pool.num_evictable,
+            "blank": pool.num_blank,
+            "cached": pool.num_cached,
+            "sequences": len(self.live),
+            "owners": self.live.num_owners,
+            "sessions": len(self.live.sessions),
+            "evictions": pool.num_evictions,
             **asdict(self.counters),
-        )
+        }
+
+    def stats(self) -> PoolStats:
+        return PoolStats(**self.counts(), slots_written=self.live.num_slots_written())
 
     # ---- inside
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from time import perf_counter
 from typing import Any, NoReturn
 
 import grpc
@@ -24,8 +25,9 @@ from prefixcache.errors import (
     PrefixCacheError,
 )
 from prefixcache.rpc import wire
-from prefixcache.rpc.status import to_status
+from prefixcache.rpc.status import status_code, to_status
 from prefixcache.server.arrivals import Arrivals
+from prefixcache.server.call_counts import CallCounts
 from prefixcache.server.replies import Replies
 from prefixcache.server.streams import Streams
 from prefixcache.server.workers import Workers
@@ -63,28 +65,30 @@ def add_services(
     services: Mapping[str, Service],
     streams: Mapping[str, Streams],
     transfers: Transfers,
+    call_counts: Mapping[str, CallCounts],
     boot_id: bytes,
 ) -> None:
     """Register every RPC of the .proto files; services by their short names.
 
     streams: by the RPC's name. They run in threads of their own and not in their service's.
-    transfers: gets the other calls.
+    transfers: gets the other calls. call_counts: by the RPC's name.
     """
     by_service: dict[str, dict[str, Any]] = {}
     for method in wire.methods():
         service = services[method.service.rpartition(".")[2]]
         name = re.sub(r"(?<!^)(?=[A-Z])", "_", method.name).lower()
         handlers = by_service.setdefault(method.service, {})
+        calls = _Calls(call_counts[method.name], boot_id)
         if method.is_stream:
             open_stream = getattr(service.servicer, f"open_{name}")
-            stream = _stream_handler(method, open_stream, streams[method.name], boot_id)
+            stream = _stream_handler(method, open_stream, streams[method.name], calls)
             run_in(streams[method.name].workers, stream)
             handlers[method.name] = grpc.stream_stream_rpc_method_handler(
                 stream, response_serializer=_serialize
             )
         else:
-            answer = _answer(method, getattr(service.servicer, name), boot_id)
-            handler = _handler(answer, service.workers, transfers, boot_id)
+            answer = _answer(method, getattr(service.servicer, name), calls)
+            handler = _handler(answer, service.workers, transfers, calls)
             run_in(service.workers, handler)
             # As a stream of one request, which does not cost more: gRPC would else wait for the
             # request by itself, without a limit.
@@ -101,22 +105,36 @@ def run_in(workers: ThreadPoolExecutor, handler: Callable[..., Any]) -> None:
     handler.experimental_thread_pool = workers  # type: ignore[attr-defined]
 
 
+@dataclass(frozen=True, slots=True)
+class _Calls:
+    """How the calls of one RPC end: all of them are counted, and the refused ones get a status."""
+
+    counts: CallCounts
+    boot_id: bytes
+
+    def abort(
+        self, context: grpc.ServicerContext, error: PrefixCacheError, duration_s: float = 0.0
+    ) -> NoReturn:
+        self.counts.add(duration_s, status_code(error).name)
+        context.abort_with_status(to_status(error, self.boot_id))
+
+
 def _handler(
-    answer: _Answer, workers: Workers, transfers: Transfers, boot_id: bytes
+    answer: _Answer, workers: Workers, transfers: Transfers, calls: _Calls
 ) -> Callable[[Iterator[bytes], grpc.ServicerContext], bytes]:
     def handle(requests: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
         refusal = workers.refusal()
         if refusal is not None:
-            _abort(context, refusal, boot_id)
+            calls.abort(context, refusal)
         data = transfers.arrivals.request(requests, context)
         if data is None:
-            _abort(context, InvalidArgumentError("request", "is missing"), boot_id)
+            calls.abort(context, InvalidArgumentError("request", "is missing"))
         # Its caller may have given up while it waited for a worker: done now, an Allocate would
         # make a sequence that nobody knows of. gRPC reports a passed deadline a little late.
         if context.time_remaining() == 0:
-            _abort(context, DeadlineExceededError("the deadline passed in the queue"), boot_id)
+            calls.abort(context, DeadlineExceededError("the deadline passed in the queue"))
         if not context.is_active():
-            _abort(context, CancelledCallError("the call has ended before it began"), boot_id)
+            calls.abort(context, CancelledCallError("the call has ended before it began"))
         reply = _serialize(answer(data, context))
         transfers.replies.leaves(context, len(reply))
         return reply
@@ -125,33 +143,37 @@ def _handler(
 
 
 def _stream_handler(
-    method: wire.Method, open_stream: _OpenStream, streams: Streams, boot_id: bytes
+    method: wire.Method, open_stream: _OpenStream, streams: Streams, calls: _Calls
 ) -> Callable[[Iterator[bytes], grpc.ServicerContext], Iterator[Any]]:
     def handle(requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[Any]:
         try:
             with streams.opened(), open_stream(context.cancel) as call:
-                answer = _answer(method, call, boot_id)
+                answer = _answer(method, call, calls)
                 for data in requests:
                     # gRPC asks for the next answer once this one has left.
                     with streams.answering():
                         yield answer(data, context)
         except PrefixCacheError as error:
-            _abort(context, error, boot_id)
+            calls.abort(context, error)
 
     return handle
 
 
-def _answer(method: wire.Method, call: Callable[[Any], Any], boot_id: bytes) -> _Answer:
+def _answer(method: wire.Method, call: Callable[[Any], Any], calls: _Calls) -> _Answer:
     """One message in, one out, or the call is aborted."""
 
     def answer(data: bytes, context: grpc.ServicerContext) -> Any:
+        started_s = perf_counter()
         try:
-            return call(_parse(method, data))
+            reply = call(_parse(method, data))
         except PrefixCacheError as error:
-            _abort(context, error, boot_id)
+            calls.abort(context, error, perf_counter() - started_s)
         except Exception:  # noqa: BLE001 - the border: whatever it is, the call gets a status
             _log.exception("rpc failed", method=method.path)
-            _abort(context, InternalError("internal error, see the daemon's log"), boot_id)
+            internal = InternalError("internal error, see the daemon's log")
+            calls.abort(context, internal, perf_counter() - started_s)
+        calls.counts.add(perf_counter() - started_s)
+        return reply
 
     return answer
 
@@ -161,10 +183,6 @@ def _parse(method: wire.Method, data: bytes) -> Any:
         return method.request.FromString(data)
     except DecodeError as error:
         raise InvalidArgumentError("request", f"is not a {method.name} request") from error
-
-
-def _abort(context: grpc.ServicerContext, error: PrefixCacheError, boot_id: bytes) -> NoReturn:
-    context.abort_with_status(to_status(error, boot_id))
 
 
 def _serialize(message: Any) -> bytes:

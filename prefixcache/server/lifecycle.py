@@ -53,6 +53,7 @@ def run(config: ServeConfig, read_config: Callable[[], ServeConfig]) -> int:
         server = RpcServer(daemon, max_workers=config.network.max_workers)
         addresses = config.network.addresses or (default_listen_address(os.environ),)
         bound = [_listen(server, address, resources) for address in addresses]
+        metrics = _listen_for_metrics(config.metrics.address, daemon, server, resources)
         _settle_objects()
         server.start()
         sweeper = Sweeper(daemon.sequences, config.cache.owner_ttl, server.cut_stale_streams)
@@ -60,7 +61,7 @@ def run(config: ServeConfig, read_config: Callable[[], ServeConfig]) -> int:
         resources.callback(sweeper.stop)
         for warning in config.warnings:
             _log.warning(warning)
-        _log_start(daemon, bound)
+        _log_start(daemon, bound, metrics)
         for _ in signals:
             reload.run()
         _log.info("stopping", drain_timeout_s=config.process.drain_timeout)
@@ -182,21 +183,48 @@ def _settle_objects() -> None:
 def _listen(server: RpcServer, address: Address, resources: ExitStack) -> str:
     if not isinstance(address, UnixAddress):
         return server.listen(address.target)
-    try:
-        check_socket_folder(address)
-    except ValueError as error:
-        raise InvalidArgumentError("--listen", str(error)) from None
-    claim = resources.enter_context(SocketClaim(Path(address.path)))
+    claim = _claim(address, "listen", resources)
     bound = server.listen(address.target)
     claim.open_to_group()
     return bound
 
 
-def _log_start(daemon: Daemon, addresses: list[str]) -> None:
+def _listen_for_metrics(
+    address: Address | None, daemon: Daemon, server: RpcServer, resources: ExitStack
+) -> str | None:
+    """Serve metrics until the daemon ends, its drain included; returns where."""
+    if address is None:
+        return None
+    from prefixcache.server.metrics import make_registry
+    from prefixcache.server.metrics_http import MetricsServer
+
+    claim = None
+    if isinstance(address, UnixAddress):
+        claim = _claim(address, "metrics_listen", resources)
+    registry = make_registry(daemon, server.call_counts)
+    metrics = MetricsServer(address, registry, lambda: server.is_serving)
+    resources.callback(metrics.close)
+    if claim is not None:
+        claim.open_to_group()
+    metrics.start()
+    return str(metrics.address)
+
+
+def _claim(address: UnixAddress, field: str, resources: ExitStack) -> SocketClaim:
+    """field: the setting that names the address."""
+    try:
+        check_socket_folder(address)
+    except ValueError as error:
+        raise InvalidArgumentError(field, str(error)) from None
+    return resources.enter_context(SocketClaim(Path(address.path), field))
+
+
+def _log_start(daemon: Daemon, addresses: list[str], metrics: str | None) -> None:
     info = daemon.info
     _log.info(
         "serving",
         addresses=addresses,
+        metrics=metrics,
         num_blocks=info.num_blocks,
         block_size=info.block_size,
         device=info.device,

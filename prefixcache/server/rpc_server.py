@@ -22,6 +22,7 @@ from prefixcache.server.admin_service import AdminService
 from prefixcache.server.arrivals import Arrivals
 from prefixcache.server.attention_service import AttentionService
 from prefixcache.server.cache_service import CacheService
+from prefixcache.server.call_counts import CallCounts
 from prefixcache.server.daemon import MAX_STREAMS_PER_CONNECTION, Daemon
 from prefixcache.server.handlers import Service, Transfers, add_services, run_in
 from prefixcache.server.keep_alive import KeepAliveStreams
@@ -70,6 +71,7 @@ class RpcServer:
     max_workers: calls that run at the same time, and as many Prefill and Decode calls; more of
     them wait, within limits. Attention has threads of its own, so that a long one delays no lookup
     and no health check, and so have streams: one that its client forgot takes none from the calls.
+    `call_counts` are by the RPC's name; `is_serving` is true from `start` to `stop`.
     """
 
     def __init__(self, daemon: Daemon, *, max_workers: int) -> None:
@@ -82,6 +84,8 @@ class RpcServer:
         self._watch_workers = ThreadPoolExecutor(_MAX_WATCHES, "watch")
         self._step_streams = Streams(limits.max_step_streams, "step")
         self._arrivals = Arrivals(daemon.clock)
+        self.call_counts = {method.name: CallCounts() for method in wire.methods()}
+        self.is_serving = False
         max_unread_bytes = max(_UNREAD_MESSAGES * limits.max_message_bytes, _MIN_UNREAD_BYTES)
         self._replies = Replies(max_unread_bytes, daemon.clock)
         max_keep_alives = _STREAMS_A_SESSION * limits.max_sessions
@@ -105,6 +109,7 @@ class RpcServer:
                 "KeepAlive": Streams(max_keep_alives, "keep-alive"),
             },
             Transfers(self._arrivals, self._replies),
+            self.call_counts,
             daemon.boot_id,
         )
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
@@ -128,6 +133,7 @@ class RpcServer:
     def start(self) -> None:
         self._server.start()
         self._set_health(health_pb2.HealthCheckResponse.SERVING)
+        self.is_serving = True
 
     def cut_stale_streams(self) -> None:
         """Cancel KeepAlive streams that are of no use any more, and calls whose peers are silent.
@@ -148,6 +154,7 @@ class RpcServer:
         were cut too, after the timeout: their threads run on until they are done.
         """
         deadline_s = time.monotonic() + drain_timeout_s
+        self.is_serving = False
         self._daemon.is_draining = True
         self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
         stopped = self._server.stop(drain_timeout_s)

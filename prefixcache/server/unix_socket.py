@@ -23,17 +23,18 @@ class SocketClaim:
     """Holds `path` for this process until closed; use as a context manager.
 
     Raises InvalidArgumentError if a live daemon holds it (with its pid) or if something that is
-    not a socket stands there; neither is touched.
+    not a socket stands there; neither is touched. field: the setting that names the path.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, field: str = "listen") -> None:
         self._path = path
+        self._field = field
         lock_path = path.with_name(path.name + ".lock")
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         try:
             self._lock_fd = os.open(lock_path, flags, SOCKET_MODE)
         except OSError as error:
-            raise InvalidArgumentError("listen", f"cannot open {lock_path}: {error}") from error
+            raise InvalidArgumentError(self._field, f"cannot open {lock_path}: {error}") from error
         with ExitStack() as undo:
             undo.callback(os.close, self._lock_fd)
             self._claim()
@@ -45,13 +46,13 @@ class SocketClaim:
         except BlockingIOError:
             pid = os.read(self._lock_fd, 32).decode(errors="replace").strip() or "unknown"
             raise InvalidArgumentError(
-                "listen", f"{self._path} belongs to a running daemon, pid {pid}"
+                self._field, f"{self._path} belongs to a running daemon, pid {pid}"
             ) from None
         os.ftruncate(self._lock_fd, 0)
         os.pwrite(self._lock_fd, f"{os.getpid()}\n".encode(), 0)
         if os.path.lexists(self._path):
             if not stat.S_ISSOCK(os.lstat(self._path).st_mode):
-                raise InvalidArgumentError("listen", f"{self._path} exists and is no socket")
+                raise InvalidArgumentError(self._field, f"{self._path} exists and is no socket")
             self._path.unlink()
 
     def open_to_group(self) -> None:

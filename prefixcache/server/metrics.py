@@ -1,0 +1,216 @@
+"""What the daemon tells Prometheus: names, help and values of all its metrics.
+
+Counters are read when they are asked for, in one snapshot under the core's lock: serving does no
+work for them but to count. Names and labels are a contract with dashboards and alert rules. Labels
+hold what the daemon or its operator chose, never what a client sends, so they are bounded.
+
+The only module that knows prometheus_client's metrics. Safe to use from many threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from prometheus_client import (
+    CollectorRegistry,
+    GCCollector,
+    PlatformCollector,
+    ProcessCollector,
+)
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    InfoMetricFamily,
+    Metric,
+)
+
+from prefixcache.core.histogram import Histogram
+from prefixcache.rpc._pb import cache_pb2
+from prefixcache.server.call_counts import CallCounts
+from prefixcache.server.daemon import Daemon
+
+PREFIX = "prefixcache_"
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """One sample of a metric: a count of `Sequences.counts`, and its label if it has one."""
+
+    field: str
+    label: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """A metric whose samples are counts of the core. label: name of their label, or empty."""
+
+    name: str
+    help: str
+    values: tuple[Value, ...]
+    label: str = ""
+
+
+def _one(name: str, field: str, text: str) -> Family:
+    return Family(name, text, (Value(field),))
+
+
+COUNTERS = (
+    _one("requests", "requests", "Sequences allocated, resumed ones left out."),
+    _one("queries_tokens", "queries_tokens", "Prompt tokens of sequences that read the cache."),
+    _one("hit_tokens", "hit_tokens", "Those of them that were cached."),
+    _one(
+        "queries_blocks",
+        "queries_blocks",
+        "Full blocks of prompts of sequences that read the cache.",
+    ),
+    _one(
+        "hit_blocks",
+        "hit_blocks",
+        "Those of them that were cached; a full hit counts its last block.",
+    ),
+    _one(
+        "resumed_requests", "resumed_requests", "Sequences allocated again after their preemption."
+    ),
+    _one(
+        "resumed_queries_tokens",
+        "resumed_queries_tokens",
+        "Prompt tokens of resumed sequences that read the cache.",
+    ),
+    _one("resumed_hit_tokens", "resumed_hit_tokens", "Those of them that were cached."),
+    _one("allocation_refused", "allocation_refused", "Allocate calls refused for lack of blocks."),
+    _one("append_refused", "append_refused", "Rows of Append refused for lack of blocks."),
+    Family(
+        "prefill_tokens",
+        "Prompt tokens whose K/V are there, by where they came from.",
+        (Value("prefill_tokens_computed", "computed"), Value("prefill_tokens_cached", "cached")),
+        "source",
+    ),
+    Family(
+        "evictions",
+        "Cached blocks that lost their hash, by why: room is for blocks that were needed.",
+        (Value("evictions", "room"),),
+        "reason",
+    ),
+    _one("resets", "resets", "Times that all hashes were dropped."),
+    _one(
+        "expired_sequences",
+        "expired_sequences",
+        "Sequences freed because their session ended unasked, or their owner was silent.",
+    ),
+    _one(
+        "expired_sessions",
+        "expired_sessions",
+        "Sessions that ended without being closed.",
+    ),
+)
+GAUGES = (
+    Family(
+        "blocks",
+        "Blocks of the pool: held by a sequence or a call, free and findable, free and empty.",
+        (
+            Value("referenced", "referenced"),
+            Value("evictable", "evictable"),
+            Value("blank", "blank"),
+        ),
+        "state",
+    ),
+    _one("cached_blocks", "cached", "Blocks that can be hit, referenced or evictable."),
+    _one("block_size_tokens", "block_size", "Tokens of a block."),
+    _one("sequences", "sequences", "Live sequences."),
+    _one("owners", "owners", "Owners with live sequences, sessions among them."),
+    _one("sessions", "sessions", "Open sessions."),
+)
+
+
+class DaemonCollector:
+    """Reads one daemon at each scrape. call_counts: of its RPC server."""
+
+    def __init__(self, daemon: Daemon, call_counts: Mapping[str, CallCounts]) -> None:
+        self._sequences = daemon.sequences
+        self._call_counts = call_counts
+        self._constant = tuple(_info_metrics(daemon.info))
+
+    def collect(self) -> Iterator[Metric]:
+        with self._sequences.lock:
+            counts = self._sequences.counts()
+        for family in COUNTERS:
+            yield _filled(CounterMetricFamily(PREFIX + family.name, family.help), family, counts)
+        for family in GAUGES:
+            yield _filled(GaugeMetricFamily(PREFIX + family.name, family.help), family, counts)
+        yield GaugeMetricFamily(
+            PREFIX + "pool_usage_ratio",
+            "Referenced blocks as a part of all blocks, 0 to 1.",
+            counts["referenced"] / counts["num_blocks"],
+        )
+        yield from _call_metrics(self._call_counts)
+        yield from self._constant
+
+
+def make_registry(daemon: Daemon, call_counts: Mapping[str, CallCounts]) -> CollectorRegistry:
+    """The daemon's metrics, and those of its process and of Python's collector of garbage."""
+    registry = CollectorRegistry()
+    registry.register(DaemonCollector(daemon, call_counts))
+    ProcessCollector(registry=registry)
+    GCCollector(registry=registry)
+    PlatformCollector(registry=registry)
+    return registry
+
+
+def _filled(metric: Metric, family: Family, counts: Mapping[str, int]) -> Metric:
+    name = metric.name + "_total" if metric.type == "counter" else metric.name
+    for value in family.values:
+        labels = {family.label: value.label} if family.label else {}
+        metric.add_sample(name, labels, counts[value.field])
+    return metric
+
+
+def _call_metrics(call_counts: Mapping[str, CallCounts]) -> Iterable[Metric]:
+    ended = CounterMetricFamily(
+        PREFIX + "rpc",
+        "Calls by how they ended; on a stream, messages.",
+        labels=("method", "code"),
+    )
+    durations = HistogramMetricFamily(
+        PREFIX + "rpc_duration_seconds",
+        "Time that calls were worked on, waiting for the core included.",
+        labels=("method",),
+    )
+    for method, counts in sorted(call_counts.items()):
+        totals = counts.read()
+        for code, count in sorted(totals.by_code.items()):
+            ended.add_metric((method, code), count)
+        durations.add_metric((method,), _buckets(totals.durations), totals.durations.sum)
+    return ended, durations
+
+
+def _buckets(histogram: Histogram) -> list[tuple[str, float]]:
+    """Cumulative, as Prometheus has them."""
+    below = 0
+    buckets: list[tuple[str, float]] = []
+    for bound, count in zip((*histogram.bounds, None), histogram.counts, strict=True):
+        below += count
+        buckets.append(("+Inf" if bound is None else str(bound), below))
+    return buckets
+
+
+def _info_metrics(info: cache_pb2.GetServerInfoResponse) -> Iterator[Metric]:
+    yield InfoMetricFamily(
+        PREFIX + "build",
+        "The program that runs.",
+        {"version": info.server_version, "api_version": info.api_version, "core": info.core},
+    )
+    yield InfoMetricFamily(
+        PREFIX + "pool",
+        "What the pool holds, and how it is found.",
+        {
+            "device": info.device,
+            "block_size": str(info.block_size),
+            "num_blocks": str(info.num_blocks),
+            "hash_algorithm": info.hash_algorithm,
+            "model_name": info.model_name,
+            "model_revision": info.model_revision,
+            "layout_fingerprint": info.layout_fingerprint.hex(),
+        },
+    )
