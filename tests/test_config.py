@@ -251,6 +251,22 @@ def test_one_address_twice_is_refused_but_for_free_ports() -> None:
     config_with(listen=["127.0.0.1:0", "127.0.0.1:0"])
 
 
+@pytest.mark.parametrize("address", ["0.0.0.0:9464", "[::]:0", "gpu-1:9464"])
+def test_metrics_for_other_machines_draw_a_warning(address: str) -> None:
+    (warning,) = config_with(metrics_listen=address).warnings
+    assert address in warning and "no prompts" in warning
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:9464", "localhost:0", "[::1]:1", "unix:m.sock"])
+def test_metrics_for_this_machine_draw_none(address: str) -> None:
+    assert not config_with(metrics_listen=address).warnings
+
+
+@pytest.mark.parametrize("address", [":9464", "9464", "127.0.0.1", "127.0.0.1:x", "unix:"])
+def test_a_bad_address_for_metrics_is_refused_by_its_flag(address: str) -> None:
+    assert refusal({**MINIMAL, "metrics_listen": address}).field == "--metrics-listen"
+
+
 @pytest.mark.parametrize(("seed", "num_warnings"), [("x" * 15, 1), ("x" * 16, 0)])
 def test_a_short_seed_draws_a_warning(seed: str, num_warnings: int) -> None:
     assert len(config_with(hash_seed=seed).warnings) == num_warnings

@@ -61,7 +61,9 @@ def run(config: ServeConfig, read_config: Callable[[], ServeConfig]) -> int:
         resources.callback(sweeper.stop)
         for warning in config.warnings:
             _log.warning(warning)
-        _log_start(daemon, bound, metrics)
+        _log_start(daemon, bound)
+        if metrics is not None:
+            _log.info("serving metrics", address=metrics)
         for _ in signals:
             reload.run()
         _log.info("stopping", drain_timeout_s=config.process.drain_timeout)
@@ -219,12 +221,11 @@ def _claim(address: UnixAddress, field: str, resources: ExitStack) -> SocketClai
     return resources.enter_context(SocketClaim(Path(address.path), field))
 
 
-def _log_start(daemon: Daemon, addresses: list[str], metrics: str | None) -> None:
+def _log_start(daemon: Daemon, addresses: list[str]) -> None:
     info = daemon.info
     _log.info(
         "serving",
         addresses=addresses,
-        metrics=metrics,
         num_blocks=info.num_blocks,
         block_size=info.block_size,
         device=info.device,

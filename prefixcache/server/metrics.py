@@ -150,7 +150,7 @@ class DaemonCollector:
 
 def make_registry(daemon: Daemon, call_counts: Mapping[str, CallCounts]) -> CollectorRegistry:
     """The daemon's metrics, and those of its process and of Python's collector of garbage."""
-    registry = CollectorRegistry()
+    registry = CollectorRegistry(auto_describe=True)
     registry.register(DaemonCollector(daemon, call_counts))
     ProcessCollector(registry=registry)
     GCCollector(registry=registry)

@@ -61,7 +61,7 @@ class MetricsServer:
         self._registry = registry
         self._is_ready = is_ready
         self._request_timeout_s = request_timeout_s
-        self._open: dict[asyncio.StreamWriter, None] = {}
+        self._open: dict[asyncio.StreamWriter, asyncio.Task[None]] = {}
         self._socket = _bind(address)
         self.address: Address = address
         if isinstance(address, TcpAddress):
@@ -87,17 +87,26 @@ class MetricsServer:
 
     async def _serve(self) -> None:
         server = await asyncio.start_server(
-            self._connected, sock=self._socket, limit=MAX_REQUEST_BYTES
+            self._accept, sock=self._socket, limit=MAX_REQUEST_BYTES
         )
         await self._ended.wait()
         server.close()
+        ending = list(self._open.values())
+        while self._open:
+            self._cut_oldest()
+        await asyncio.gather(*ending)
 
-    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if len(self._open) == MAX_CONNECTIONS:
-            oldest = next(iter(self._open))
-            del self._open[oldest]
-            oldest.transport.abort()
-        self._open[writer] = None
+            self._cut_oldest()
+        self._open[writer] = self._loop.create_task(self._serve_one(reader, writer))
+
+    def _cut_oldest(self) -> None:
+        writer = next(iter(self._open))
+        del self._open[writer]
+        writer.transport.abort()
+
+    async def _serve_one(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         # The peer may be too slow, or go away.
         with contextlib.suppress(TimeoutError, ConnectionError, asyncio.IncompleteReadError):
             async with asyncio.timeout(self._request_timeout_s):

@@ -18,7 +18,8 @@ import prefixcache
 from prefixcache.client import Client
 from prefixcache.errors import PrefixCacheError, UnavailableError
 from prefixcache.types import ResultCode
-from tests.support.program import PROGRAM, SEED, serving
+from tests.support.program import PROGRAM, SEED, http_status, logged_until, serving
+from tests.support.waiting import until
 
 TRACE = "\n".join(
     json.dumps({"timestamp": 0, "input_length": 32, "output_length": 1, "hash_ids": hash_ids})
@@ -165,6 +166,18 @@ def test_a_call_that_outlasts_the_drain_timeout_is_cut_and_the_daemon_ends(tmp_p
         daemon.send_signal(signal.SIGTERM)
         assert daemon.wait(timeout=15) == 0
         assert not (tmp_path / "prefixcache.sock").exists()
+
+
+def test_a_daemon_that_drains_is_alive_and_not_ready(tmp_path: Path) -> None:
+    with attending(tmp_path, "--metrics-listen", "127.0.0.1:0") as daemon:
+        metrics = logged_until(daemon, "serving metrics")[-1]["address"]
+        assert http_status(metrics, "/readyz") == 200
+        daemon.send_signal(signal.SIGTERM)
+        logged_until(daemon, "stopping")
+        until(lambda: http_status(metrics, "/readyz") == 503)
+        assert http_status(metrics, "/healthz") == 200
+        daemon.send_signal(signal.SIGTERM)
+        assert daemon.wait(timeout=15) == 128 + signal.SIGTERM
 
 
 def test_a_second_signal_ends_the_daemon_at_once(tmp_path: Path) -> None:

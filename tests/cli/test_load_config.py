@@ -43,6 +43,7 @@ NOT_DEFAULT: dict[str, object] = {
     "max_session_ttl": 7.5,
     "max_sequences": 6,
     "reconnect_grace": 0.25,
+    "metrics_listen": "127.0.0.1:9464",
     "threads": 2,
     "drain_timeout": 1.5,
     "log_format": "json",

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
@@ -47,3 +48,11 @@ def logged_until(process: subprocess.Popen[str], event: str) -> list[dict[str, A
         if lines[-1]["event"] == event:
             return lines
     raise AssertionError(f"the daemon has ended without {event!r}: {lines}")
+
+
+def http_status(address: str, path: str) -> int:
+    """Of a GET. address: `host:port`."""
+    host, port = address.rsplit(":", 1)
+    connection = HTTPConnection(host, int(port), timeout=60)
+    connection.request("GET", path)
+    return connection.getresponse().status
