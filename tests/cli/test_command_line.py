@@ -180,7 +180,7 @@ def test_errors_of_a_command_become_one_line_and_an_exit_code(
 def test_a_part_of_the_daemon_that_refuses_a_value_is_reported_under_its_flag(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    def run(config: object) -> int:
+    def run(*given: object) -> int:
         raise InvalidArgumentError("num_blocks", "needs 5 bytes, 4 are available")
 
     monkeypatch.setattr("prefixcache.server.lifecycle.run", run)

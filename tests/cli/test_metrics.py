@@ -1,4 +1,4 @@
-"""`serve --metrics-listen`: where the metrics are, who may have the address, and when it is gone."""
+"""`serve --metrics-listen`: where the metrics are, who may have the address, when it is gone."""
 
 from __future__ import annotations
 
