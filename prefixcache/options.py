@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args, get_origin, get_type_hints
+from typing import Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from pydantic import SecretStr, ValidationError
 from pydantic.fields import FieldInfo
@@ -18,6 +18,8 @@ from pydantic_core import ErrorDetails
 
 from prefixcache.config import ENV_PREFIX, Section, ServeConfig
 from prefixcache.errors import InvalidArgumentError
+
+S = TypeVar("S", bound=Section)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,13 +98,20 @@ def make_config(values: Mapping[str, object]) -> ServeConfig:
     sections: dict[str, Section] = {}
     for name, section in SECTIONS.items():
         own = {key: value for key, value in values.items() if OPTIONS[key].section == name}
-        try:
-            sections[name] = section(**own)
-        except ValidationError as invalid:
-            detail = invalid.errors()[0]
-            option = OPTIONS[str(detail["loc"][0])]
-            raise _invalid_argument(option, detail, own[option.key]) from None
+        sections[name] = make_section(section, own)
     return ServeConfig(**sections)  # type: ignore[arg-type]  # the fields of ServeConfig
+
+
+def make_section(section: type[S], values: Mapping[str, object]) -> S:
+    """One section of values by key, all of them its own. Raises InvalidArgumentError: its `field`
+    is the flag.
+    """
+    try:
+        return section(**values)
+    except ValidationError as invalid:
+        detail = invalid.errors()[0]
+        option = OPTIONS[str(detail["loc"][0])]
+        raise _invalid_argument(option, detail, values[option.key]) from None
 
 
 def _is_unicode(text: str) -> bool:

@@ -7,24 +7,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 
 from prefixcache.bench.growth import LIVE_SECTION, POOL_SECTION
 from prefixcache.bench.report import Row
-from prefixcache.errors import InvalidArgumentError
 
 _PANELS = ((POOL_SECTION, "blocks", 1e9, "ns"), (LIVE_SECTION, "live_sequences", 1e6, "us"))
 
 _HEADROOM = 2.0  # over the highest median; slow outliers would flatten the lines
-
-
-def check_plotting() -> None:
-    """Raises InvalidArgumentError where matplotlib is not installed."""
-    if find_spec("matplotlib") is None:
-        raise InvalidArgumentError(
-            "--plot", "needs matplotlib, which is not installed: pip install 'prefixcache[plot]'"
-        )
 
 
 def plot_growth(rows: Sequence[Row], path: Path) -> None:

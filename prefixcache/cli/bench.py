@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
@@ -17,14 +16,9 @@ import typer
 from prefixcache.cli import TYPER_SETTINGS
 from prefixcache.cli.daemon import DEFAULT_TIMEOUT_S, AsJson, connect
 from prefixcache.cli.output import print_json
+from prefixcache.cli.plotting import PlotFile, check_plotting
 from prefixcache.cli.progress import progress_bar
-from prefixcache.cli.trace import (
-    DEFAULT_TRACE_BLOCK,
-    TraceBlock,
-    TracePath,
-    check_divides,
-    open_trace,
-)
+from prefixcache.cli.trace import TraceBlock, TracePath, check_divides, open_trace
 from prefixcache.errors import InvalidArgumentError
 from prefixcache.sizes import MAX_BLOCKS
 
@@ -77,12 +71,7 @@ def core(
     ] = None,
     algorithms: Algorithms = None,
     peer: Peer = None,
-    plot: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", dir_okay=False, help="Draw growth as a PNG (needs matplotlib)."
-        ),
-    ] = None,
+    plot: PlotFile = None,
     rounds: NumRounds = None,
     quick: Quick = False,
     as_json: AsJson = False,
@@ -104,10 +93,7 @@ def core(
         settings = replace(settings, blocks=_numbers(blocks, "--blocks"))
     if algorithms is not None:
         settings = replace(settings, algorithms=_algorithms(algorithms))
-    if plot is not None:
-        from prefixcache.bench.plot import check_plotting
-
-        check_plotting()
+    check_plotting(plot)
     vllm, notes = _load_peer(peer)
     with _progress() as show:
         report = bench_core(settings, show, partial(core_candidates, vllm) if vllm else None)
@@ -128,7 +114,7 @@ def replay(
     block_size: Annotated[
         int, typer.Option(min=1, help="Tokens of a block; divides the trace block.")
     ] = 16,
-    trace_block: TraceBlock = DEFAULT_TRACE_BLOCK,
+    trace_block: TraceBlock = None,
     requests: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="Only the first N. (2000)")
     ] = None,
@@ -147,13 +133,13 @@ def replay(
     from prefixcache.bench.replay import ReplaySettings, bench_replay
     from prefixcache.bench.vllm_peer import replayers
 
-    check_divides(block_size, trace_block)
     settings = ReplaySettings(block_size=block_size, blocks=blocks)
     if algorithms is not None:
         settings = replace(settings, algorithms=_algorithms(algorithms))
     if quick or rounds is not None:
         settings = replace(settings, rounds=Rounds.exactly(rounds or 1))
     trace = open_trace(trace_path, trace_block, requests or (200 if quick else 2_000))
+    check_divides(block_size, trace.trace_block)
     vllm, notes = _load_peer(peer)
     with _progress() as show:
         report = bench_replay(trace, settings, show, replayers(vllm) if vllm else None)

@@ -17,13 +17,7 @@ import typer
 
 from prefixcache.cli.daemon import AsJson, connect
 from prefixcache.cli.progress import progress_bar
-from prefixcache.cli.trace import (
-    DEFAULT_TRACE_BLOCK,
-    TraceBlock,
-    TracePath,
-    check_divides,
-    open_trace,
-)
+from prefixcache.cli.trace import TraceBlock, TracePath, check_divides, open_trace
 from prefixcache.replay import (
     DaemonTarget,
     InProcessTarget,
@@ -74,7 +68,7 @@ def replay(
             min=1, help="Tokens of a block; divides the trace block, and is that by default."
         ),
     ] = None,
-    trace_block: TraceBlock = DEFAULT_TRACE_BLOCK,
+    trace_block: TraceBlock = None,
     target: Annotated[
         str | None,
         typer.Option(
@@ -106,14 +100,16 @@ def replay(
         if reset:
             raise typer.BadParameter("needs --target", param_hint="--reset")
         sizes = _pool_sizes(blocks)
-        size = trace_block if block_size is None else block_size
-        check_divides(size, trace_block)
         trace = open_trace(trace_path, trace_block, first)
+        size = trace.trace_block if block_size is None else block_size
+        check_divides(size, trace.trace_block)
         _run(trace, _in_process(trace, sizes, size, hash_algorithm or "sha256_cbor"), as_json)
         return
     with connect(target, _TIMEOUT_S) as client:
-        _check_options(client.server_info(), blocks, block_size, hash_algorithm, trace_block)
+        info = client.server_info()
+        _check_options(info, blocks, block_size, hash_algorithm)
         trace = open_trace(trace_path, trace_block, first)
+        check_divides(info.block_size, trace.trace_block)
         if reset:
             client.reset_cache()
         _run(trace, _through_daemon(client), as_json)
@@ -148,7 +144,6 @@ def _check_options(
     blocks: str | None,
     block_size: int | None,
     hash_algorithm: str | None,
-    trace_block: int,
 ) -> None:
     """Raises BadParameter for options that the daemon contradicts, and for one that has storage."""
     if "commit" not in info.capabilities:
@@ -163,7 +158,6 @@ def _check_options(
     ):
         if given is not None and given != actual:
             raise typer.BadParameter(f"is {given}, the daemon has {actual}", param_hint=option)
-    check_divides(info.block_size, trace_block)
 
 
 def _through_daemon(client: Client) -> Iterator[_Run]:

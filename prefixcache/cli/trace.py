@@ -3,28 +3,37 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from prefixcache.errors import InvalidArgumentError
+from prefixcache.replay.trace import DEFAULT_TRACE_BLOCK
 
 if TYPE_CHECKING:
     from prefixcache.replay import Trace
 
-DEFAULT_TRACE_BLOCK = 512
 
-TracePath = Annotated[
-    Path,
-    typer.Argument(
-        metavar="TRACE",
+def trace_argument(metavar: str) -> Any:
+    """The argument that names a trace, or several."""
+    return typer.Argument(
+        metavar=metavar,
         exists=True,
         dir_okay=False,
         readable=True,
         help="JSON lines with input_length and hash_ids or hash_runs.",
+    )
+
+
+TracePath = Annotated[Path, trace_argument("TRACE")]
+TraceBlock = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="Tokens that one id of the trace stands for. By default what the trace says, else "
+        f"{DEFAULT_TRACE_BLOCK}.",
     ),
 ]
-TraceBlock = Annotated[int, typer.Option(min=1, help="Tokens that one id of the trace stands for.")]
 
 
 def check_divides(block_size: int, trace_block: int) -> None:
@@ -35,7 +44,7 @@ def check_divides(block_size: int, trace_block: int) -> None:
         )
 
 
-def open_trace(path: Path, trace_block: int, first: int | None) -> Trace:
+def open_trace(path: Path, trace_block: int | None, first: int | None) -> Trace:
     """An unreadable trace is a usage error."""
     from prefixcache.replay import read_trace
 

@@ -2,11 +2,13 @@
 
 Owns the file format and the meaning of its ids; knows no cache. Immutable once read.
 
-One JSON object a line, in replay order (timestamps are not used):
+One JSON object a line, in replay order:
 
     input_length   prompt length in tokens, n
     hash_ids       one id for each trace block of the prompt, in order
     hash_runs      instead of hash_ids: [[first, count], ...], for first, first + 1, ... each
+    timestamp      milliseconds since any start; may be absent, and a replay does not need it
+    trace_block    tokens of a trace block; may be absent
 
 A prompt has ceil(n / trace_block) ids, or floor(n / trace_block) without one for the partly filled
 last trace block, whose content is then unlike any other request's. Source of the format: the
@@ -19,6 +21,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +31,8 @@ import numpy.typing as npt
 from prefixcache.errors import InvalidArgumentError
 from prefixcache.types import TokenIds
 
+DEFAULT_TRACE_BLOCK = 512
+
 _MAX_TOKEN_ID = 2**32 - 1
 
 
@@ -36,11 +41,13 @@ class TraceRequest:
     """One prompt. `keys`: `[ceil(num_tokens / trace_block)] uint32`, one a trace block.
 
     A key stands for the content of its trace block and of everything before it, so two prompts
-    share their first k trace blocks exactly if their first k keys are equal.
+    share their first k trace blocks exactly if their first k keys are equal. timestamp_ms: since
+    any start, None if the trace does not say.
     """
 
     num_tokens: int
     keys: npt.NDArray[np.uint32]
+    timestamp_ms: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,24 +80,27 @@ class Trace:
         return self.num_keys * (self.trace_block // block_size) + 1
 
 
-def read_trace(path: Path, trace_block: int, first: int | None = None) -> Trace:
+def read_trace(path: Path, trace_block: int | None = None, first: int | None = None) -> Trace:
     """Read the first `first` requests of a trace, all by default.
 
-    trace_block: tokens that one id of the file stands for. Raises OSError, or InvalidArgumentError
-    naming the line, also for a trace with more distinct blocks than uint32 token ids can tell
-    apart.
+    trace_block: tokens that one id of the file stands for; by default what the first line says,
+    else 512. Raises OSError, or InvalidArgumentError naming the line, also for a trace with more
+    distinct blocks than uint32 token ids can tell apart.
     """
     keys_of: dict[tuple[int, int | str], int] = {}
     requests: list[TraceRequest] = []
     for line_number, record in islice(_records(path), first):
         try:
+            trace_block = _trace_block(record, trace_block)
             num_tokens = _num_tokens(record)
             ids = _block_ids(record, num_tokens, trace_block)
+            timestamp_ms = _timestamp_ms(record)
         except ValueError as error:
             raise _bad_line(line_number, str(error)) from error
         if len(ids) * trace_block < num_tokens:
             ids.append(f"tail of {line_number}")
-        requests.append(TraceRequest(num_tokens, _chain(keys_of, ids)))
+        requests.append(TraceRequest(num_tokens, _chain(keys_of, ids), timestamp_ms))
+    trace_block = trace_block or DEFAULT_TRACE_BLOCK
     num_keys = len(keys_of)
     if (num_keys + 1) * trace_block - 1 > _MAX_TOKEN_ID:
         raise InvalidArgumentError(
@@ -119,6 +129,27 @@ def _records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 def _bad_line(line_number: int, problem: str) -> InvalidArgumentError:
     return InvalidArgumentError("trace", f"line {line_number}: {problem}", line=line_number)
+
+
+def _trace_block(record: dict[str, Any], wanted: int | None) -> int:
+    """wanted: what was asked for, or what earlier lines said."""
+    said = record.get("trace_block")
+    if said is None:
+        return wanted or DEFAULT_TRACE_BLOCK
+    if type(said) is not int or said < 1:
+        raise ValueError(f"trace_block is {said!r}, must be an integer of at least 1")
+    if wanted not in (None, said):
+        raise ValueError(f"its ids stand for {said} tokens each, not {wanted}")
+    return said
+
+
+def _timestamp_ms(record: dict[str, Any]) -> float | None:
+    timestamp = record.get("timestamp")
+    if timestamp is None:
+        return None
+    if type(timestamp) not in (int, float) or not isfinite(timestamp):
+        raise ValueError(f"timestamp is {timestamp!r}, must be a number of milliseconds")
+    return float(timestamp)
 
 
 def _num_tokens(record: dict[str, Any]) -> int:

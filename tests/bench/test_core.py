@@ -53,7 +53,7 @@ def test_growth_is_shown_for_each_size_beside_the_smallest(
 def test_a_plot_without_matplotlib_is_a_usage_error_before_anything_is_measured(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("prefixcache.bench.plot.find_spec", lambda name: None)
+    monkeypatch.setattr("prefixcache.cli.plotting.find_spec", lambda name: None)
     with pytest.raises(SystemExit) as ended:
         main(["bench", "core", "--plot", "growth.png"])
     assert ended.value.code == 2

@@ -201,7 +201,6 @@ def test_a_daemon_whose_cache_is_not_empty_exits_with_1_unless_reset(
         (["--blocks", "100,30"], "is 100,30, the daemon has 100"),
         (["--block-size", "2"], "is 2, the daemon has 4"),
         (["--hash-algorithm", "xxh3"], "is xxh3, the daemon has sha256_cbor"),
-        (["--trace-block", "6"], "4 does not divide the trace block of 6"),
     ],
 )
 def test_options_that_the_daemon_contradicts_exit_with_2(
@@ -210,6 +209,16 @@ def test_options_that_the_daemon_contradicts_exit_with_2(
     result = run(EDGE, "--trace-block", "4", "--target", daemon.target, *arguments)
     assert result.exit_code == 2
     assert problem in " ".join(result.stderr.replace("│", " ").split())
+
+
+def test_blocks_of_the_daemon_that_do_not_divide_the_traces_exit_with_2(
+    run: Run, daemon: RunningDaemon, tmp_path: Path
+) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text('{"input_length": 7, "trace_block": 6, "hash_ids": [1]}\n')
+    result = run(str(path), "--target", daemon.target)
+    assert result.exit_code == 2
+    assert "4 does not divide the trace block of 6" in " ".join(result.stderr.split())
 
 
 def test_a_daemon_that_holds_kv_is_refused_before_anything_is_sent(run: Run) -> None:

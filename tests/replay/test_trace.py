@@ -119,6 +119,10 @@ def test_an_empty_file_is_a_trace_without_requests(tmp_path: Path) -> None:
         (b'{"input_length": 9, "hash_ids": [1]}', "has 1 ids for 9 tokens"),
         (b'{"input_length": 9, "hash_ids": [1, 2, 3, 4]}', "make 2 or 3"),
         (b'{"input_length": 9, "hash_runs": [[1, 1000000000000]]}', "make 2 or 3"),
+        (b'{"input_length": 4, "hash_ids": [1], "timestamp": "1"}', "timestamp is '1'"),
+        (b'{"input_length": 4, "hash_ids": [1], "timestamp": NaN}', "timestamp is nan"),
+        (b'{"input_length": 4, "hash_ids": [1], "trace_block": 0}', "trace_block is 0"),
+        (b'{"input_length": 4, "hash_ids": [1], "trace_block": 2}', "for 2 tokens each, not 4"),
     ],
 )
 def test_a_bad_line_is_refused_by_its_number(tmp_path: Path, line: bytes, problem: str) -> None:
@@ -134,6 +138,25 @@ def test_a_bad_line_is_refused_by_its_number(tmp_path: Path, line: bytes, proble
 def test_a_trace_block_that_is_not_the_files_is_refused() -> None:
     with pytest.raises(InvalidArgumentError, match="trace blocks of 512 tokens"):
         read_trace(FOLDER / "agentic_64.jsonl", 512)
+
+
+def test_a_trace_says_its_trace_block_and_times(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text(
+        '{"timestamp": 1500, "input_length": 4, "hash_ids": [1, 2], "trace_block": 2}\n'
+        '{"timestamp": 1750.5, "input_length": 3, "hash_ids": [1]}\n'
+        '{"input_length": 2, "hash_ids": [1]}\n'
+    )
+    trace = read_trace(path)
+    assert trace.trace_block == 2
+    assert [request.timestamp_ms for request in trace.requests] == [1500, 1750.5, None]
+    assert read_trace(path, 2).trace_block == 2
+    with pytest.raises(InvalidArgumentError, match="line 1: its ids stand for 2 tokens each"):
+        read_trace(path, 4)
+
+
+def test_without_a_word_of_it_the_trace_block_is_mooncakes() -> None:
+    assert read_trace(FOLDER / "mooncake_synthetic.jsonl").trace_block == 512
 
 
 def test_as_many_blocks_as_uint32_token_ids_can_tell_apart_are_read(tmp_path: Path) -> None:

@@ -8,12 +8,20 @@ import json
 import os
 import subprocess
 import sys
+import time
+from dataclasses import asdict, fields
 from functools import cache
 from pathlib import Path
 
 import pytest
 
-from prefixcache.replay import InProcessTarget, Trace, read_trace, replay_trace
+from prefixcache.replay import (
+    InProcessTarget,
+    Trace,
+    analyze_trace,
+    read_trace,
+    replay_trace,
+)
 from tests.replay.cuts import Row, assert_counts_equal, pool_size
 from tests.replay.open_target import open_target
 
@@ -71,6 +79,49 @@ def test_counts_are_the_same_through_a_daemon(name: str, pool: str) -> None:
 def test_the_conversation_trace_takes_under_20_seconds_in_process() -> None:
     trace = whole_trace("mooncake_conversation")
     assert replay_trace(trace, InProcessTarget(10_000, 512)).seconds < 20
+
+
+@pytest.mark.parametrize(
+    ("name", "block_size"),
+    [
+        ("edge_4", 4),
+        ("edge_4", 1),
+        ("mooncake_conversation", 512),
+        ("mooncake_conversation", 128),
+        ("mooncake_synthetic", 512),
+        ("agentic_64", 64),
+    ],
+)
+def test_an_analysis_has_the_counts_of_replays_at_ten_sizes(name: str, block_size: int) -> None:
+    trace = whole_trace(name)
+    curve = analyze_trace(trace, block_size).curve
+    sizes = [1 + curve.best_size // 3**power for power in range(10)]
+    for counts in analyze_trace(trace, block_size, sizes).pools:
+        target = InProcessTarget(counts.num_blocks, block_size, "xxh3", verify_hits=False)
+        result = replay_trace(trace, target)
+        expected = {field.name: getattr(result, field.name) for field in fields(counts)}
+        assert asdict(counts) == expected
+
+
+@pytest.mark.parametrize("name", TRACE_BLOCKS)
+def test_an_analysis_has_the_counts_of_the_oracle(name: str) -> None:
+    trace, block_size = whole_trace(name), TRACE_BLOCKS[name]
+    pools = EDGE_POOLS[:-1] if name == "edge_4" else POOLS[:-1]
+    for counts in analyze_trace(trace, block_size, [int(pool) for pool in pools]).pools:
+        row = oracle_row(name, block_size, str(counts.num_blocks))
+        names = asdict(counts).keys() & row.keys()
+        assert len(names) >= 9
+        assert {each: getattr(counts, each) for each in names} == {
+            each: row[each] for each in names
+        }
+
+
+def test_the_agentic_trace_is_analysed_in_under_a_minute() -> None:
+    start_s = time.perf_counter()
+    trace = read_trace(folder() / "agentic_64.jsonl", 64)
+    for block_size in (16, 64):
+        analyze_trace(trace, block_size)
+    assert time.perf_counter() - start_s < 60
 
 
 def folder() -> Path:
