@@ -173,6 +173,16 @@ def test_the_tables_show_the_same_counts(run: Run) -> None:
     assert "blocks asked for again: 2,422" in text
 
 
+def test_the_readme_shows_what_the_command_prints(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(FOLDER.parents[2])
+    text = Path("README.md").read_text(encoding="utf-8")
+    command, shown = text.split("$ prefixcache analyze ")[1].split("```")[0].split("bfloat16\n")
+    arguments = [*command.replace("\\\n", " ").split(), "bfloat16"]
+    assert run(*arguments).stdout.strip() == shown.strip()
+
+
 def test_a_plot_is_a_png(run: Run, tmp_path: Path) -> None:
     picture = tmp_path / "pool.png"
     arguments = (EDGE, *EDGE_BLOCK, "--block-size", "2,4", "--plot", str(picture))
