@@ -3,7 +3,7 @@
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .SUFFIXES:
-.PHONY: help venv venv-demo test test-slow gpu sanitize kernels-aot oracle demo demo-interpreted wheel lint format proto clean distclean
+.PHONY: help venv venv-demo test test-slow promtool gpu sanitize kernels-aot oracle demo demo-interpreted wheel lint format proto clean distclean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -32,6 +32,17 @@ test: venv lint ## lint, then the tests that take seconds; those of the core in 
 
 test-slow: venv ## the tests that take longer
 	$(PYTEST) -m slow
+
+# Prometheus' own tool: the one on PATH, else the one in Debian's package, unpacked here without root.
+PROMTOOL := $(or $(shell command -v promtool),$(CURDIR)/.promtool/usr/bin/promtool)
+
+promtool: venv $(PROMTOOL) ## let Prometheus' tool check metrics, alert rules and the dashboard
+	PROMTOOL=$(PROMTOOL) $(PYTEST) -m promtool
+
+$(CURDIR)/.promtool/usr/bin/promtool:
+	@rm -rf .promtool && mkdir .promtool
+	@cd .promtool && apt-get --quiet=2 download prometheus && dpkg --extract prometheus_*.deb . \
+		&& rm prometheus_*.deb || { echo "no promtool: put one on PATH" >&2; exit 1; }
 
 gpu: venv ## all checks that need a CUDA device
 	$(PYTEST) -m gpu
@@ -79,7 +90,7 @@ proto: venv ## regenerate prefixcache/rpc/_pb from protos/
 	$(BIN)/python protos/generate.py
 
 clean: ## remove caches and builds
-	rm -rf build dist *.egg-info .triton-* .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf build dist *.egg-info .triton-* .promtool .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -path ./$(VENV) -prune -o -type d -name __pycache__ -exec rm -rf {} +
 	find prefixcache -path '*/native/*.so' -delete
 	rm -f $(VENV)/.stamp-dev

@@ -22,11 +22,15 @@ DURATION_BOUNDS_S = (
     *(1.0, 2.5, 5.0, 10.0, 30.0, 60.0),
 )
 OK = "OK"
+INTERNAL = "INTERNAL"
 
 
 @dataclass(frozen=True, slots=True)
 class CallTotals:
-    """A snapshot of one RPC's counts. by_code: names of gRPC's status codes; OK is always there."""
+    """A snapshot of one RPC's counts. by_code: names of gRPC's status codes, as far as they came.
+
+    OK and INTERNAL are always there: an alert sees no first error of a series that begins with it.
+    """
 
     durations: Histogram
     by_code: Mapping[str, int]
@@ -52,4 +56,5 @@ class CallCounts:
     def read(self) -> CallTotals:
         with self._lock:
             durations, failed = self._durations.read(), dict(self._failed)
-        return CallTotals(durations, {OK: durations.count - sum(failed.values()), **failed})
+        num_ok = durations.count - sum(failed.values())
+        return CallTotals(durations, {OK: num_ok, INTERNAL: 0, **failed})
