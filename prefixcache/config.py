@@ -38,6 +38,7 @@ LATENT_KV_DTYPE = "must be auto for multi-head latent attention: latents are not
 _MAX_GRPC_MESSAGE_BYTES = 2**31 - 1  # gRPC keeps the limit in a C int
 _MAX_BLOCK_SIZE = 1024
 _MAX_SECONDS = 1e9  # gRPC's clock takes no date after the year 9999
+_MAX_WAIT_S = 86400.0
 
 
 def _split_list(value: object) -> object:
@@ -379,6 +380,21 @@ class LimitSection(Section):
         unit="clients",
         ge=1,
         le=2**20,
+    )
+    max_wait_pending: float = _setting(
+        60.0,
+        "Longest time that an Allocate may wait for blocks that another sequence is computing; 0 "
+        "for never.",
+        unit="seconds",
+        ge=0,
+        le=_MAX_WAIT_S,
+    )
+    max_pending_waits: int = _setting(
+        256,
+        "Most Allocates that wait so; one more is answered without the wait.",
+        unit="calls",
+        ge=0,
+        le=4096,
     )
 
 

@@ -175,15 +175,22 @@ class LookupResult:
     num_blocks_free: int
     block_hashes: tuple[bytes, ...] = ()
     """Hashes of all full blocks of the prompt, if asked for."""
+    num_pending_tokens: int = 0
+    """How many more tokens will be cached once live sequences have computed theirs."""
 
 
 @dataclass(frozen=True, slots=True)
 class AllocateResult:
-    """A new sequence. `block_ids` is its whole block table, `[ceil((n + lookahead) / B)]`."""
+    """A new sequence. `block_ids` is its whole block table, `[ceil((n + lookahead) / B)]`.
+
+    num_pending_tokens: how many of the tokens after the cached ones other live sequences are
+    computing too.
+    """
 
     sequence_id: SequenceId
     num_cached_tokens: int
     block_ids: BlockIds
+    num_pending_tokens: int
 
 
 class AppendResult(NamedTuple):

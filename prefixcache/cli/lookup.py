@@ -130,6 +130,7 @@ def _print_rows(num_tokens: int, result: LookupResult) -> None:
     rows = [
         ("cached tokens", f"{cached:,} of {num_tokens:,} ({cached / num_tokens:.1%})"),
         ("cached blocks", f"{result.num_cached_blocks:,}"),
+        ("pending tokens", f"{result.num_pending_tokens:,}"),
         ("blocks needed", f"{needed:,} of {free:,} free"),
         ("fits now", "yes" if needed <= free else "no"),
     ]

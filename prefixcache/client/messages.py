@@ -101,6 +101,8 @@ def _read_server_info(reply: Any) -> ServerInfo:
         max_connections=reply.limits.max_connections,
         max_streams_per_connection=reply.limits.max_streams_per_connection,
         max_step_streams=reply.limits.max_step_streams,
+        max_wait_pending_s=reply.limits.max_wait_pending_s,
+        max_pending_waits=reply.limits.max_pending_waits,
         core=reply.core,
     )
 
@@ -129,6 +131,7 @@ def _read_lookup(reply: Any) -> LookupResult:
         num_blocks_needed=reply.num_blocks_needed,
         num_blocks_free=reply.num_blocks_free,
         block_hashes=tuple(reply.block_hashes),
+        num_pending_tokens=reply.num_pending_tokens,
     )
 
 

@@ -61,6 +61,10 @@ class ServerInfo:
     max_streams_per_connection: int
     """Calls and streams; more of them wait in the client."""
     max_step_streams: int
+    max_wait_pending_s: float
+    """Longest time for which a sequence may wait for blocks that another is computing."""
+    max_pending_waits: int
+    """Sequences that wait so; one more does not."""
     core: str
     """Form of the block manager's core: "native" (compiled) or "python"."""
 

@@ -7,6 +7,7 @@ again: the daemon answers a repeat of what it has already done. Not thread-safe,
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Callable, Sequence
 from itertools import islice, repeat
@@ -49,8 +50,13 @@ def allocate(
     full_hit: FullHit,
     resumed: bool,
     request_id: str | None,
+    wait_pending_s: float = 0.0,
+    timeout_s: float = math.inf,
 ) -> Call[SequenceState]:
-    """request_id: None for a random one, without which no repeat would be safe."""
+    """request_id: None for a random one, without which no repeat would be safe.
+
+    timeout_s: of the call, which must leave the wait time to end.
+    """
     column = uint32_column(tokens, "token_ids")
     request = twin("AllocateRequest")(
         owner=owner,
@@ -62,6 +68,7 @@ def allocate(
         full_hit=full_hit,
         layout_fingerprint=info.fingerprint,
         resumed=resumed,
+        wait_pending_ms=_wait_ms(wait_pending_s, timeout_s),
     )
 
     def read(reply: Any) -> SequenceState:
@@ -69,6 +76,7 @@ def allocate(
             SequenceId(reply.sequence_id),
             num_tokens=len(column),
             num_cached_tokens=reply.num_cached_tokens,
+            num_pending_tokens=reply.num_pending_tokens,
             block_table=array("i", read_column32(reply.block_ids).astype(np.int32).tobytes()),
             block_size=info.block_size,
             num_layers=info.layout.num_layers if info.layout else 1,
@@ -77,6 +85,15 @@ def allocate(
     # With a request id of the caller's, a repeat may be on its way, and would be given the same
     # sequence.
     return Call("Allocate", request, read, () if request_id else (request.request_id,))
+
+
+def _wait_ms(wait_s: float, timeout_s: float) -> int:
+    if not 0 <= wait_s < timeout_s:
+        raise InvalidArgumentError(
+            "wait_pending_s",
+            f"is {wait_s:g}, must be 0 or more and below the timeout, {timeout_s:g}",
+        )
+    return uint32(math.ceil(wait_s * 1000), "wait_pending_s")
 
 
 def append(

@@ -27,6 +27,7 @@ class SequenceState:
         "computed",
         "is_freed",
         "num_cached_tokens",
+        "num_pending_tokens",
         "num_tokens",
         "sequence_id",
     )
@@ -37,6 +38,7 @@ class SequenceState:
         *,
         num_tokens: int,
         num_cached_tokens: int,
+        num_pending_tokens: int = 0,
         block_table: array[int],
         block_size: int,
         num_layers: int,
@@ -44,6 +46,7 @@ class SequenceState:
         self.sequence_id = sequence_id
         self.num_tokens = num_tokens
         self.num_cached_tokens = num_cached_tokens
+        self.num_pending_tokens = num_pending_tokens
         self.block_table = block_table
         self.block_size = block_size
         self.computed = [num_cached_tokens] * num_layers
@@ -112,6 +115,11 @@ class SequenceView:
     def num_cached_tokens(self) -> int:
         """Tokens whose K/V were in place when the sequence was made."""
         return self._state.num_cached_tokens
+
+    @property
+    def num_pending_tokens(self) -> int:
+        """Tokens after the cached ones that others were computing when the sequence was made."""
+        return self._state.num_pending_tokens
 
     @property
     def num_computed_tokens(self) -> int:

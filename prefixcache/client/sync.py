@@ -210,6 +210,7 @@ class Client:
         full_hit: FullHit = FullHit.LAST_TOKEN,
         resumed: bool = False,
         request_id: str | None = None,
+        wait_pending_s: float = 0.0,
         timeout_s: float | None = None,
     ) -> Sequence:
         """Allocate a prompt; `with` frees it at the end.
@@ -219,6 +220,10 @@ class Client:
         request_id: names the request within this client, random if not given. The same call with
             the same name is answered with the same sequence as long as that is unchanged: so a
             sequence that a DeadlineExceededError left unknown can be had.
+        wait_pending_s: if another sequence is computing the prompt's next blocks, wait so long for
+            them to be cached; 0 does not. At most the daemon's `max_wait_pending_s`, and less than
+            the timeout. What is still pending then is in `num_pending_tokens`. Who waits for a
+            sequence of its own, in one thread, waits in vain.
 
         Opens a session if there is none, or the one before is lost. Raises NoRoomError,
         ExceedsPoolError, RequestIdConflictError, FingerprintMismatchError, TooManySessionsError,
@@ -232,6 +237,7 @@ class Client:
             full_hit=full_hit,
             resumed=resumed,
             request_id=request_id,
+            wait_pending_s=wait_pending_s,
             timeout_s=timeout_s,
         )
 
@@ -370,7 +376,8 @@ class Client:
     ) -> Sequence:
         info = self._ready(timeout_s)
         # Without its owner yet: a bad argument is refused before a session is opened.
-        call = sequence_calls.allocate(b"", info, tokens, **arguments)
+        limit_s = self._timeout_s if timeout_s is None else timeout_s
+        call = sequence_calls.allocate(b"", info, tokens, timeout_s=limit_s, **arguments)
         try:
             lease = self._leased(timeout_s)
             call.request.owner = lease.owner

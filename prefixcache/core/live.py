@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 from prefixcache.core import growth
+from prefixcache.core.pending import PendingBlocks
 from prefixcache.core.pool import PLAIN, Pool
 from prefixcache.core.sequence import Sequence
 from prefixcache.core.sessions import CallOrder, Session, SessionLimits, Sessions, is_session_id
@@ -72,12 +73,14 @@ class LiveSequences:
     def __init__(
         self,
         pool: Pool,
+        pending: PendingBlocks,
         owner_ttl_s: float,
         clock: Callable[[], float],
         session_limits: SessionLimits,
     ) -> None:
         self.sessions = Sessions(session_limits, clock)
         self._pool = pool
+        self._pending = pending
         self._owner_ttl_s = owner_ttl_s
         self._clock = clock
         self.by_id: dict[int, Sequence] = {}
@@ -195,6 +198,7 @@ class LiveSequences:
         if not owner.sequences:
             del owners[sequence.owner]
         self._dying[sequence.sequence_id] = sequence
+        self._pending.end(sequence)
         self.bury_if_idle(sequence)
 
     def end_session(self, session: Session) -> int:
@@ -204,6 +208,7 @@ class LiveSequences:
         sequences = list(record.sequences.values()) if record is not None else []
         for sequence in sequences:
             self.end(sequence)
+        self._pending.wake_owner(session.session_id)
         return len(sequences)
 
     def bury_if_idle(self, sequence: Sequence) -> None:
@@ -216,10 +221,11 @@ class LiveSequences:
         """Sequences of owners that made no call for the TTL and have none running; no sessions'."""
         limit = self._clock() - self._owner_ttl_s
         found: list[Sequence] = []
-        for owner in self._owners.values():
+        for name, owner in self._owners.items():
             if owner.last_call_s > limit:
                 break
-            if not any(sequence.is_busy for sequence in owner.sequences.values()):
+            is_busy = any(sequence.is_busy for sequence in owner.sequences.values())
+            if not is_busy and not self._pending.has_waiter_of(name):
                 found.extend(owner.sequences.values())
         return found
 

@@ -18,11 +18,12 @@ from dataclasses import asdict
 import numpy as np
 
 from prefixcache.core import growth
-from prefixcache.core.admission import plan_prompt
+from prefixcache.core.admission import Plan, plan_prompt
 from prefixcache.core.append_batch import AppendBatch, AppendedBatch
 from prefixcache.core.form import FORM
 from prefixcache.core.hashing import Hasher
 from prefixcache.core.live import LiveSequences
+from prefixcache.core.pending import PendingBlocks, Waiter
 from prefixcache.core.pool import Pool
 from prefixcache.core.sequence import (
     AppendRow,
@@ -108,7 +109,10 @@ class Sequences:
         self._num_layers = num_layers
         self._caching = caching
         self._clock = clock
-        self.live = LiveSequences(pool, owner_ttl_s, clock, session_limits or SessionLimits())
+        self.pending = PendingBlocks(pool.digest_bytes)
+        self.live = LiveSequences(
+            pool, self.pending, owner_ttl_s, clock, session_limits or SessionLimits()
+        )
 
     # ---- prompts
 
@@ -119,13 +123,13 @@ class Sequences:
 
     def lookup(self, prompt: Prompt, num_lookahead_tokens: int, full_hit: FullHit) -> LookupResult:
         """What Allocate would find. Changes nothing, not even the order of eviction."""
-        num_tokens = len(prompt.token_ids)
-        plan = plan_prompt(self.pool, num_tokens, prompt.chain, num_lookahead_tokens, full_hit)
+        plan = self._plan(prompt, num_lookahead_tokens, CacheUse.READ_WRITE, full_hit)
         return LookupResult(
             num_cached_tokens=plan.num_cached_tokens,
             num_cached_blocks=len(plan.hits),
             num_blocks_needed=plan.num_needed,
             num_blocks_free=self.pool.num_free,
+            num_pending_tokens=plan.num_pending_tokens,
         )
 
     def allocate(
@@ -152,8 +156,7 @@ class Sequences:
         self.live.check_can_add(owner, 1)
 
         num_tokens, size = len(prompt.token_ids), self.pool.block_size
-        chain = prompt.chain if cache_use.reads else None
-        plan = plan_prompt(self.pool, num_tokens, chain, num_lookahead_tokens, full_hit)
+        plan = self._plan(prompt, num_lookahead_tokens, cache_use, full_hit)
         try:
             plan.check_room(self.pool)
         except (ExceedsPoolError, NoRoomError):
@@ -164,6 +167,7 @@ class Sequences:
         block_ids = np.concatenate((plan.hits, new_blocks))
 
         registers = cache_use.writes and self._caching
+        hashes = prompt.chain.hashes.data if registers and prompt.chain else b""
         sequence = Sequence(
             sequence_id=self.live.new_id(),
             serial=self.live.next_serial(),
@@ -173,7 +177,7 @@ class Sequences:
             extra_keys=prompt.extra_keys,
             token_ids=uint32_array(prompt.token_ids),
             block_table=int32_array(block_ids),
-            hashes=bytearray(prompt.chain.hashes.data if registers and prompt.chain else b""),
+            hashes=bytearray(hashes),
             computed=[plan.num_cached_tokens] * self._num_layers,
             num_prompt_tokens=num_tokens,
             num_cached_tokens=plan.num_cached_tokens,
@@ -185,10 +189,38 @@ class Sequences:
             num_lookahead_tokens=num_lookahead_tokens,
         )
         self.live.add(sequence)
+        self.pending.begin(sequence, hashes)
         self._count_allocation(sequence, len(plan.hits), resumed)
-        reply = AllocateResult(sequence.sequence_id, plan.num_cached_tokens, block_ids)
+        reply = AllocateResult(
+            sequence.sequence_id, plan.num_cached_tokens, block_ids, plan.num_pending_tokens
+        )
         self._applied(sequence, call, reply)
         return reply
+
+    def wait_for_pending(
+        self,
+        owner: bytes,
+        request_id: str,
+        prompt: Prompt,
+        wake: Callable[[], object],
+        *,
+        num_lookahead_tokens: int = 0,
+        cache_use: CacheUse = CacheUse.READ_WRITE,
+        full_hit: FullHit = FullHit.LAST_TOKEN,
+    ) -> Waiter | None:
+        """In place of an `allocate` that would find pending blocks; None if that is to be made now.
+
+        `wake` is called, under the lock, when it is time to look again; `pending.stop_waiting` ends
+        that. Until then nothing is held. Raises SessionNotFoundError or TooManySequencesError.
+        """
+        if request_id in self.live.touch(owner):
+            return None
+        self.live.check_can_add(owner, 1)
+        plan = self._plan(prompt, num_lookahead_tokens, cache_use, full_hit)
+        if not plan.num_pending_tokens or plan.num_blocks > self.pool.num_blocks:
+            return None
+        assert prompt.chain is not None
+        return self.pending.wait(owner, prompt.chain.hashes[len(plan.hits)], wake)
 
     # ---- growth
 
@@ -201,7 +233,13 @@ class Sequences:
         self.live.touch(owner)
         if _native_append_batch is not None:
             return _native_append_batch(
-                self.pool, self.hasher, self.live.by_id, owner, batch, self._append_row
+                self.pool,
+                self.hasher,
+                self.live.by_id,
+                owner,
+                batch,
+                self._append_row,
+                self._begin_appended,
             )
         results = [self._append_row(owner, row) for row in batch.rows()]
         return AppendedBatch.of(results, self.pool.num_free)
@@ -229,9 +267,15 @@ class Sequences:
                 self.counters.append_refused += 1
             return AppendResult(_RESULT_CODES[type(error)])
         self._applied(sequence, call, reply)
+        if len(row.token_ids) >= self.pool.block_size:
+            self._begin_appended(sequence)
         if row.num_kv_valid:
-            growth.commit(self.pool, sequence, sequence.num_computed)
+            self._commit(sequence, sequence.num_computed)
         return reply
+
+    def _begin_appended(self, sequence: Sequence) -> None:
+        """A block's tokens or more were appended at once: others may be about to do the same."""
+        self.pending.begin(sequence, bytes(sequence.hashes))
 
     def begin_copies(self, owner: bytes, sequence_ids: Iterable[int]) -> CopyTicket:
         """Keep sequences still while their pending copies run outside the lock.
@@ -343,6 +387,7 @@ class Sequences:
                 f"is {num_tokens_after}, must be 1 to num_tokens_before ({num_tokens_before})",
             )
         dropped = growth.truncate(self.pool, sequence, num_tokens_after)
+        self.pending.cut(sequence, num_tokens_after // self.pool.block_size)
         self._applied(sequence, call, dropped)
         return dropped
 
@@ -434,6 +479,7 @@ class Sequences:
         for sequence in self.live.all_holders():
             growth.stop_registering(sequence)
             sequence.num_cached_blocks = 0
+        self.pending.clear()
         self.counters.resets += 1
         return num_cached
 
@@ -473,6 +519,15 @@ class Sequences:
         return PoolStats(**self.counts(), slots_written=self.live.num_slots_written())
 
     # ---- inside
+
+    def _plan(
+        self, prompt: Prompt, num_lookahead_tokens: int, cache_use: CacheUse, full_hit: FullHit
+    ) -> Plan:
+        chain = prompt.chain if cache_use.reads else None
+        num_tokens = len(prompt.token_ids)
+        return plan_prompt(
+            self.pool, self.pending, num_tokens, chain, num_lookahead_tokens, full_hit
+        )
 
     def _repeated_allocate(
         self, sequence: Sequence, call: tuple[object, ...], prompt: Prompt
@@ -519,4 +574,8 @@ class Sequences:
             # The least of all layers was that of this one, or is what it is now.
             before = min(before, num_computed)
             self.counters.prefill_tokens_computed += min(num_computed, prompt_end) - before
+        self._commit(sequence, num_computed)
+
+    def _commit(self, sequence: Sequence, num_computed: int) -> None:
         growth.commit(self.pool, sequence, num_computed)
+        self.pending.advance(sequence)

@@ -10,6 +10,9 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
+import grpc
+
+from prefixcache.core.pending import Waiter
 from prefixcache.core.sequence import CommitRow
 from prefixcache.errors import (
     DrainingError,
@@ -23,11 +26,16 @@ from prefixcache.rpc.status import status_message
 from prefixcache.rpc.wire import column32, column64, repeated_bytes, twin
 from prefixcache.server import checks
 from prefixcache.server.daemon import REPLY_HEADROOM_BYTES, Daemon
+from prefixcache.server.pending_waits import Apply, Look, PendingWaits, Wake
+from prefixcache.types import AllocateResult
 
 
 class CacheService:
-    def __init__(self, daemon: Daemon) -> None:
+    """waits: None if no Allocate may wait."""
+
+    def __init__(self, daemon: Daemon, waits: PendingWaits | None = None) -> None:
         self._daemon = daemon
+        self._waits = waits
         self._sequences = daemon.sequences
         self._block_size = daemon.sequences.pool.block_size
         self._max_tokens = daemon.info.limits.max_tokens_per_call
@@ -49,6 +57,7 @@ class CacheService:
             num_cached_blocks=found.num_cached_blocks,
             num_blocks_needed=found.num_blocks_needed,
             num_blocks_free=found.num_blocks_free,
+            num_pending_tokens=found.num_pending_tokens,
         )
         if request.want_hashes and prompt.chain is not None:
             hashes = prompt.chain.hashes
@@ -57,7 +66,10 @@ class CacheService:
             )
         return reply
 
-    def allocate(self, request: cache_pb2.AllocateRequest) -> Any:
+    def allocate(
+        self, request: cache_pb2.AllocateRequest, context: grpc.ServicerContext | None = None
+    ) -> Any:
+        """context: of the call, if it is one by itself: a part of a step may not wait."""
         owner = checks.owner(request.owner)
         order = checks.order(request)
         request_id = checks.request_id(request.request_id)
@@ -65,24 +77,46 @@ class CacheService:
         cache_use = checks.cache_use(request.cache_use)
         full_hit = checks.full_hit(request.full_hit)
         self._check_fingerprint(request.layout_fingerprint)
+        wait_s = checks.wait_pending_s(
+            request.wait_pending_ms, self._daemon.info.limits.max_wait_pending_s
+        )
         self._check_not_draining()
         prompt = self._sequences.prepare(token_ids, extra_keys)
-        with self._sequences.lock:
+        options: Any = {
+            "num_lookahead_tokens": request.num_lookahead_tokens,
+            "cache_use": cache_use,
+            "full_hit": full_hit,
+        }
+
+        def look(wake: Wake) -> Waiter | None:
+            self._check_not_draining()
             self._sequences.live.take_turn(owner, order)
-            allocated = self._sequences.allocate(
-                owner,
-                request_id,
-                prompt,
-                num_lookahead_tokens=request.num_lookahead_tokens,
-                cache_use=cache_use,
-                full_hit=full_hit,
-                resumed=request.resumed,
+            return self._sequences.wait_for_pending(owner, request_id, prompt, wake, **options)
+
+        def apply() -> AllocateResult:
+            self._sequences.live.take_turn(owner, order)
+            return self._sequences.allocate(
+                owner, request_id, prompt, resumed=request.resumed, **options
             )
+
+        if wait_s:
+            allocated = self._waited(look, apply, wait_s, context)
+        else:
+            with self._sequences.lock:
+                allocated = apply()
         return twin("AllocateResponse")(
             sequence_id=allocated.sequence_id,
             num_cached_tokens=allocated.num_cached_tokens,
             block_ids=column32(allocated.block_ids),
+            num_pending_tokens=allocated.num_pending_tokens,
         )
+
+    def _waited(
+        self, look: Look, apply: Apply, wait_s: float, context: grpc.ServicerContext | None
+    ) -> AllocateResult:
+        if self._waits is None or context is None:
+            raise InvalidArgumentError("wait_pending_ms", "must be 0 in a step, which never waits")
+        return self._waits.allocate(look, apply, wait_s, context)
 
     def append(self, request: cache_pb2.AppendRequest) -> Any:
         owner = checks.owner(request.owner)

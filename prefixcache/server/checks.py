@@ -112,6 +112,14 @@ def distinct(sequence_ids: Sized, field: str = "sequence_ids") -> None:
         raise InvalidArgumentError(field, "holds one sequence twice")
 
 
+def wait_pending_s(value_ms: int, longest_s: float) -> float:
+    if value_ms > longest_s * 1000:
+        raise InvalidArgumentError(
+            "wait_pending_ms", f"is {value_ms}, must be at most {longest_s * 1000:.0f}"
+        )
+    return value_ms / 1000
+
+
 def cache_use(value: int) -> CacheUse:
     try:
         return CacheUse(value or CacheUse.READ_WRITE)

@@ -77,6 +77,8 @@ class LimitOptions:
     max_queue_wait_s: float = 60.0
     max_connections: int = 1024
     max_step_streams: int = 256
+    max_wait_pending_s: float = 60.0
+    max_pending_waits: int = 256
 
 
 class Daemon:
@@ -190,4 +192,6 @@ def _limits_message(limits: LimitOptions, sessions: SessionLimits) -> cache_pb2.
         max_connections=limits.max_connections,
         max_streams_per_connection=MAX_STREAMS_PER_CONNECTION,
         max_step_streams=limits.max_step_streams,
+        max_wait_pending_s=limits.max_wait_pending_s,
+        max_pending_waits=limits.max_pending_waits,
     )

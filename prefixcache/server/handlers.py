@@ -5,6 +5,7 @@ The one place where any exception may end, so that every call gets a status of o
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -43,7 +44,8 @@ class Service:
     """Who answers the RPCs of one service, and in whose threads.
 
     servicer: its method for the RPC `GetStats` is `get_stats(request)`, which returns a message,
-    a twin or not, or raises a PrefixCacheError. For the stream `Step` it is `open_step(cancel)`, a
+    a twin or not, or raises a PrefixCacheError; one with a parameter `context` gets gRPC's context
+    of the call too. For the stream `Step` it is `open_step(cancel)`, a
     context that lasts as long as the stream and gives what answers each message; `cancel` ends the
     stream, from any thread.
     """
@@ -159,13 +161,15 @@ def _stream_handler(
     return handle
 
 
-def _answer(method: wire.Method, call: Callable[[Any], Any], calls: _Calls) -> _Answer:
+def _answer(method: wire.Method, call: Callable[..., Any], calls: _Calls) -> _Answer:
     """One message in, one out, or the call is aborted."""
+    takes_context = "context" in inspect.signature(call).parameters
 
     def answer(data: bytes, context: grpc.ServicerContext) -> Any:
         started_s = perf_counter()
         try:
-            reply = call(_parse(method, data))
+            request = _parse(method, data)
+            reply = call(request, context) if takes_context else call(request)
         except PrefixCacheError as error:
             calls.abort(context, error, perf_counter() - started_s)
         except Exception:  # noqa: BLE001 - the border: whatever it is, the call gets a status

@@ -115,6 +115,8 @@ def _make_daemon(config: ServeConfig) -> Daemon:
             max_queued_calls=config.limits.max_queued_calls,
             max_queue_wait_s=config.limits.max_queue_wait,
             max_connections=config.limits.max_connections,
+            max_wait_pending_s=config.limits.max_wait_pending,
+            max_pending_waits=config.limits.max_pending_waits,
         ),
         SessionLimits(
             max_sessions=config.sessions.max_sessions,

@@ -6,7 +6,6 @@ server at every load tried, and handlers may block in numpy and torch.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -26,6 +25,7 @@ from prefixcache.server.call_counts import CallCounts
 from prefixcache.server.daemon import MAX_STREAMS_PER_CONNECTION, Daemon
 from prefixcache.server.handlers import Service, Transfers, add_services, run_in
 from prefixcache.server.keep_alive import KeepAliveStreams
+from prefixcache.server.pending_waits import PendingWaits
 from prefixcache.server.replies import Replies
 from prefixcache.server.session_service import SessionService
 from prefixcache.server.streams import Streams
@@ -76,13 +76,15 @@ class RpcServer:
 
     def __init__(self, daemon: Daemon, *, max_workers: int) -> None:
         self._daemon = daemon
-        self._num_workers = max_workers
         limits = daemon.info.limits
         queue = WorkQueueLimits(limits.max_queued_calls, limits.max_queue_wait_s)
         self._workers = Workers(max_workers, "rpc", queue, clock=daemon.clock)
         self._attention_workers = Workers(max_workers, "attention", queue, clock=daemon.clock)
         self._watch_workers = ThreadPoolExecutor(_MAX_WATCHES, "watch")
         self._step_streams = Streams(limits.max_step_streams, "step")
+        self._waits = PendingWaits(
+            daemon.sequences, self._workers.lent_place, limits.max_pending_waits
+        )
         self._arrivals = Arrivals(daemon.clock)
         self.call_counts = {method.name: CallCounts() for method in wire.methods()}
         self.is_serving = False
@@ -99,7 +101,7 @@ class RpcServer:
         add_services(
             self._server,
             {
-                "PrefixCacheService": Service(CacheService(daemon), self._workers),
+                "PrefixCacheService": Service(CacheService(daemon, self._waits), self._workers),
                 "SessionService": Service(SessionService(daemon, self._keep_alives), self._workers),
                 "AttentionService": Service(AttentionService(daemon), self._attention_workers),
                 "AdminService": Service(AdminService(daemon), self._workers),
@@ -149,6 +151,8 @@ class RpcServer:
     def stop(self, drain_timeout_s: float) -> bool:
         """Say that it is not serving, refuse new calls, and wait for running ones.
 
+        Calls that wait for another's blocks are woken, and refused as new ones are.
+
         Streams are cut when the calls have ended: a health watch would last for ever. Until then
         steps are answered, and those that have begun are in any case. False if calls or steps
         were cut too, after the timeout: their threads run on until they are done.
@@ -156,9 +160,13 @@ class RpcServer:
         deadline_s = time.monotonic() + drain_timeout_s
         self.is_serving = False
         self._daemon.is_draining = True
+        self._waits.wake_all()
         self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
         stopped = self._server.stop(drain_timeout_s)
-        calls_have_ended = self._calls_end_within(drain_timeout_s)
+        calls_have_ended = all(
+            workers.wait_until_idle(max(0.0, deadline_s - time.monotonic()))
+            for workers in (self._workers, self._attention_workers)
+        )
         steps_have_ended = self._step_streams.close(max(0.0, deadline_s - time.monotonic()))
         have_ended = calls_have_ended and steps_have_ended
         self._keep_alives.cut_all()
@@ -168,17 +176,6 @@ class RpcServer:
         self._workers.shutdown(wait=False)
         self._attention_workers.shutdown(wait=False)
         return have_ended
-
-    def _calls_end_within(self, timeout_s: float) -> bool:
-        """Workers take calls in order: when all of them are at the barrier, no call is left."""
-        barrier = threading.Barrier(2 * self._num_workers + 1)
-        for workers in (self._workers, self._attention_workers):
-            workers.submit_to_all(barrier.wait, timeout_s)
-        try:
-            barrier.wait(timeout_s)
-        except threading.BrokenBarrierError:
-            return False
-        return True
 
     def _add_reflection(self) -> None:
         """`reflection.enable_server_reflection` would hold a worker for each open stream."""

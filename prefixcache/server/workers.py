@@ -15,8 +15,9 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from queue import SimpleQueue
 from typing import Any, NamedTuple
@@ -41,6 +42,9 @@ _Mailbox = SimpleQueue[_Work | None]
 class Workers(ThreadPoolExecutor):
     """At most `num_threads` threads, started when they are needed. Work waits in order.
 
+    A thread that waits for something else may lend its place: then one more is started. Once it
+    goes on, there are more threads than `num_threads`, until one of them has nothing to do.
+
     A ThreadPoolExecutor, since gRPC takes no other for the threads of a handler. The threads do not
     keep the process alive.
 
@@ -63,7 +67,11 @@ class Workers(ThreadPoolExecutor):
         self._refusing = ThreadPoolExecutor(_REFUSING_THREADS, f"{name}-refusing")
         self._of_thread = threading.local()
         self._guard = threading.Lock()
-        self._started: list[threading.Thread] = []
+        self._became_idle = threading.Condition(self._guard)
+        self._started: dict[threading.Thread, None] = {}
+        self._num_made = 0
+        self._num_busy = 0
+        self._num_lent = 0
         self._idle: list[_Mailbox] = []
         self._waiting: deque[tuple[float, _Work]] = deque()
         self._is_shut = False
@@ -80,26 +88,15 @@ class Workers(ThreadPoolExecutor):
             if self._is_shut:
                 raise RuntimeError(f"the threads {self._name} were shut down")
             if self._idle:
+                self._num_busy += 1
                 self._idle.pop().put(work)
-            elif len(self._started) < self._num_threads:
+            elif self._has_place():
                 self._start(work)
             elif len(self._waiting) < self._limits.max_waiting:
                 self._waiting.append((self._clock(), work))
             else:
                 self._refuse(work, TooManyCallsError(self._limits.max_waiting))
         return work[0]
-
-    def submit_to_all(self, fn: Callable[..., Any], /, *args: Any) -> None:
-        """Once for each thread, after all that waits, whatever the limits."""
-        with self._guard:
-            for _ in range(self._num_threads):
-                work: _Work = Future(), partial(fn, *args)
-                if self._idle:
-                    self._idle.pop().put(work)
-                elif len(self._started) < self._num_threads:
-                    self._start(work)
-                else:
-                    self._waiting.append((math.inf, work))
 
     def refusal(self) -> PrefixCacheError | None:
         """Why the work that this thread does is to be refused; None if it is not."""
@@ -114,6 +111,24 @@ class Workers(ThreadPoolExecutor):
                 work = self._waiting.popleft()[1]
                 self._refuse(work, WaitedTooLongError(self._limits.max_wait_s))
 
+    @contextmanager
+    def lent_place(self) -> Iterator[None]:
+        """The calling thread, which is one of these, only waits meanwhile."""
+        with self._guard:
+            self._num_lent += 1
+            if self._waiting:
+                self._start(self._waiting.popleft()[1])
+        try:
+            yield
+        finally:
+            with self._guard:
+                self._num_lent -= 1
+
+    def wait_until_idle(self, timeout_s: float) -> bool:
+        """Whether all that was submitted is done within that time, lent places given back too."""
+        with self._guard:
+            return self._became_idle.wait_for(lambda: not self._num_busy, timeout_s)
+
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """End the threads once they have done what was submitted."""
         with self._guard:
@@ -122,17 +137,23 @@ class Workers(ThreadPoolExecutor):
                 self._waiting.popleft()[1][0].cancel()
             while self._idle:
                 self._idle.pop().put(None)
+            started = list(self._started)
         self._refusing.shutdown(wait)
-        for thread in self._started if wait else ():
+        for thread in started if wait else ():
             thread.join()
+
+    def _has_place(self) -> bool:
+        return len(self._started) < self._num_threads + self._num_lent
 
     def _start(self, work: _Work) -> None:
         mailbox: _Mailbox = SimpleQueue()
         mailbox.put(work)
-        name = f"{self._name}_{len(self._started)}"
+        name = f"{self._name}_{self._num_made}"
         thread = threading.Thread(target=self._run, args=(mailbox,), name=name, daemon=True)
         thread.start()
-        self._started.append(thread)
+        self._num_made += 1
+        self._num_busy += 1
+        self._started[thread] = None
 
     def _run(self, mailbox: _Mailbox) -> None:
         while (work := mailbox.get()) is not None:
@@ -147,8 +168,14 @@ class Workers(ThreadPoolExecutor):
                 return self._waiting.popleft()[1]
             if self._is_shut:
                 mailbox.put(None)
+            elif len(self._started) > self._num_threads + self._num_lent:
+                del self._started[threading.current_thread()]
+                mailbox.put(None)
             else:
                 self._idle.append(mailbox)
+            self._num_busy -= 1
+            if not self._num_busy:
+                self._became_idle.notify_all()
             return None
 
     def _refuse(self, work: _Work, refusal: PrefixCacheError) -> None:

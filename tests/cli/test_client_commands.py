@@ -55,6 +55,8 @@ INFO = ServerInfo(
     max_connections=1024,
     max_streams_per_connection=1024,
     max_step_streams=256,
+    max_wait_pending_s=60.0,
+    max_pending_waits=256,
     core="native",
 )
 STATS = PoolStats(
@@ -73,7 +75,7 @@ STATS = PoolStats(
         "evictions": 40,
     }
 )
-LOOKUP = LookupResult(32, 2, 1, 5, (b"\x01" * 32, b"\x02" * 32))
+LOOKUP = LookupResult(32, 2, 1, 5, (b"\x01" * 32, b"\x02" * 32), 16)
 
 
 class FakeClient:
@@ -367,6 +369,7 @@ def test_lookup_as_json_has_hashes_only_if_asked(capsys: pytest.CaptureFixture[s
         "num_cached_blocks": 2,
         "num_blocks_needed": 1,
         "num_blocks_free": 5,
+        "num_pending_tokens": 16,
     }
     printed = json.loads(run(capsys, "lookup", "1", "--json", "--hashes"))
     assert printed["block_hashes"] == ["01" * 32, "02" * 32]

@@ -39,6 +39,8 @@ NOT_DEFAULT: dict[str, object] = {
     "max_queue_wait": 2.5,
     "max_connections": 12,
     "max_owners": 11,
+    "max_wait_pending": 2.5,
+    "max_pending_waits": 5,
     "max_sessions": 8,
     "max_session_ttl": 7.5,
     "max_sequences": 6,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -34,6 +35,7 @@ from tests.client.twins import open_client
 from tests.support.daemon import running_daemon
 from tests.support.tolerances import assert_close
 from tests.support.toy_model import ToyModel
+from tests.support.waiting import until
 
 B, LAYERS, HQ, HKV, D = 4, 2, 4, 2, 8
 CACHE = CacheOptions(num_blocks=48, block_size=B)
@@ -394,3 +396,39 @@ def test_a_daemon_of_another_layout_than_expected_is_refused(client_kind):
         pytest.raises(FingerprintMismatchError),
     ):
         client.stats()
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_a_sequence_says_what_is_pending_and_waits_for_it(kind: str) -> None:
+    with (
+        running_daemon(CACHE) as running,
+        open_client("sync", running.target) as first,
+        open_client(kind, running.target) as client,
+    ):
+        tokens = range(4 * B)
+        assert client.server_info().max_wait_pending_s == 60.0
+        held = first.sequence(tokens)
+        assert client.lookup(tokens).num_pending_tokens == 4 * B - 1
+        with client.sequence(tokens, wait_pending_s=0.01) as sequence:
+            assert (sequence.num_cached_tokens, sequence.num_pending_tokens) == (0, 4 * B - 1)
+        pending = running.daemon.sequences.pending
+
+        def commit_once_waited_for() -> None:
+            until(lambda: pending.num_waiters)
+            held.commit(4 * B)
+
+        with ThreadPoolExecutor(1) as threads:
+            committed = threads.submit(commit_once_waited_for)
+            with client.sequence(tokens, wait_pending_s=20) as sequence:
+                assert sequence.num_cached_tokens == 4 * B - 1
+                assert sequence.num_pending_tokens == 0
+            committed.result()
+
+
+@pytest.mark.parametrize("wait_s", [-1, 30.0, float("nan"), float("inf")])
+def test_a_wait_must_end_before_the_call_does(wait_s: float) -> None:
+    with running_daemon(CACHE) as running, open_client("sync", running.target) as client:
+        with pytest.raises(InvalidArgumentError) as refused:
+            client.sequence([1], wait_pending_s=wait_s)
+        assert refused.value.field == "wait_pending_s"
+        assert client.list_sequences() == []

@@ -10,6 +10,7 @@ import pytest
 
 from prefixcache.errors import TooManyCallsError, WaitedTooLongError
 from prefixcache.server.workers import Workers, WorkQueueLimits
+from tests.support.waiting import until
 
 _TIMEOUT_S = 30.0
 
@@ -103,6 +104,74 @@ def test_a_shutdown_may_cancel_what_waits() -> None:
     assert busy.done()
 
 
+def test_a_lent_place_is_another_threads_until_it_is_given_back() -> None:
+    workers = Workers(1, "lending")
+    waiting, go_on = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        with workers.lent_place():
+            waiting.set()
+            assert go_on.wait(_TIMEOUT_S)
+
+    first = workers.submit(wait)
+    assert waiting.wait(_TIMEOUT_S)
+    assert workers.submit(divmod, 7, 2).result(_TIMEOUT_S) == (3, 1)
+    lending = workers.submit(wait)
+    assert workers.submit(divmod, 8, 2).result(_TIMEOUT_S) == (4, 0)
+    assert not first.done()
+    go_on.set()
+    for future in (first, lending):
+        future.result(_TIMEOUT_S)
+    # What was started in their places has ended: one thread is left, which works in order.
+    (busy,), done = all_busy(workers, 1)
+    late = workers.submit(threading.get_ident)
+    assert not late.done()
+    done.set()
+    assert late.result(_TIMEOUT_S) == busy.result(_TIMEOUT_S)
+    until(lambda: threads_named("lending") == 1)
+    workers.shutdown()
+
+
+def test_a_place_is_lent_to_what_waits_already() -> None:
+    workers = Workers(1, "lending")
+    lend, go_on = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        assert lend.wait(_TIMEOUT_S)
+        with workers.lent_place():
+            assert go_on.wait(_TIMEOUT_S)
+
+    first, second = workers.submit(wait), workers.submit(divmod, 7, 2)
+    assert not second.done()
+    lend.set()
+    assert second.result(_TIMEOUT_S) == (3, 1)
+    go_on.set()
+    first.result(_TIMEOUT_S)
+    workers.shutdown()
+
+
+def test_it_is_idle_once_all_is_done_also_what_waits_in_a_lent_place() -> None:
+    workers = Workers(2, "test")
+    assert workers.wait_until_idle(0)
+    go_on = threading.Event()
+
+    def wait() -> None:
+        with workers.lent_place():
+            assert go_on.wait(_TIMEOUT_S)
+
+    futures = [workers.submit(wait) for _ in range(3)]
+    assert not workers.wait_until_idle(0)
+    go_on.set()
+    assert workers.wait_until_idle(_TIMEOUT_S)
+    assert all(future.done() for future in futures)
+    workers.shutdown()
+    assert workers.wait_until_idle(0)
+
+
+def threads_named(name: str) -> int:
+    return sum(one.name.startswith(name) for one in threading.enumerate())
+
+
 def test_work_that_was_cancelled_while_it_waited_is_not_done(workers: Workers) -> None:
     futures, go_on = all_busy(workers, 8)
     done: list[int] = []
@@ -153,18 +222,3 @@ def test_what_has_waited_too_long_is_to_be_refused_and_later_work_is_not() -> No
     assert late.result(_TIMEOUT_S) is None
     assert busy.result(_TIMEOUT_S)
     workers.shutdown()
-
-
-def test_work_for_all_threads_comes_after_what_waits_and_knows_no_limit() -> None:
-    workers = Workers(3, "test", WorkQueueLimits(max_waiting=1, max_wait_s=0.0))
-    futures, go_on = all_busy(workers, 3)
-    order: list[str] = []
-    waiting = workers.submit(order.append, "waiting")
-    together = threading.Barrier(3)
-    workers.submit_to_all(lambda: (together.wait(_TIMEOUT_S), order.append("all")))
-    assert workers.submit(reason, workers).result(_TIMEOUT_S) is TooManyCallsError
-    go_on.set()
-    for future in (*futures, waiting):
-        future.result(_TIMEOUT_S)
-    workers.shutdown()
-    assert order == ["waiting", "all", "all", "all"]

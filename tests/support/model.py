@@ -81,6 +81,8 @@ class ModelSequence:
     cached_blocks: int
     registers: bool
     started: list[int | None]
+    filling: int = 0
+    """Leading full blocks that others may wait for."""
     lookahead: int = 0
     holds: list[int] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
@@ -174,13 +176,14 @@ class Model:
 
     def lookup(
         self, tokens: list[int], keys: ExtraKeys, lookahead: int, full_hit: FullHit
-    ) -> tuple[int, int, int, int]:
-        """(cached tokens, cached blocks, blocks needed, blocks free)."""
+    ) -> tuple[int, int, int, int, int]:
+        """(cached tokens, cached blocks, blocks needed, blocks free, pending tokens)."""
         hits = self._match(tokens, keys, full_hit)
         needed = self._blocks_of(len(tokens) + lookahead) - len(hits)
         needed += sum(self.blocks[hit].refs == 0 for hit in hits)
         cached = min(len(hits) * self.size, len(tokens) - 1)
-        return cached, len(hits), needed, len(self.free_ids)
+        pending = self._pending(tokens, keys, full_hit, len(hits))
+        return cached, len(hits), needed, len(self.free_ids), pending
 
     def allocate(
         self,
@@ -193,8 +196,8 @@ class Model:
         cache_use: CacheUse = CacheUse.READ_WRITE,
         full_hit: FullHit = FullHit.LAST_TOKEN,
         resumed: bool = False,
-    ) -> tuple[int, int, list[int]]:
-        """(name, cached tokens, block table)."""
+    ) -> tuple[int, int, list[int], int]:
+        """(name, cached tokens, block table, pending tokens)."""
         self._touch(owner)
         call = ("allocate", lookahead, cache_use, full_hit, resumed, keys, tuple(tokens))
         for other in self._live(owner):
@@ -212,6 +215,7 @@ class Model:
         if needed > len(self.free_ids):
             self.counts["allocation_refused"] += 1
             raise self._no_room(needed)
+        pending = self._pending(tokens, keys, full_hit, len(hits)) if cache_use.reads else 0
         for hit in hits:
             self._hold(hit)
         table = hits + [self._take() for _ in range(num_blocks - len(hits))]
@@ -235,11 +239,12 @@ class Model:
             cached_blocks=len(hits),
             registers=cache_use.writes and self.caching,
             started=[None] * self.num_layers,
+            filling=len(tokens) // self.size,
             lookahead=lookahead,
         )
         self._add(sequence)
         self._count(sequence, len(hits), resumed)
-        sequence.last, sequence.reply = call, (sequence.name, cached, list(table))
+        sequence.last, sequence.reply = call, (sequence.name, cached, list(table), pending)
         return sequence.reply
 
     def append(
@@ -291,6 +296,8 @@ class Model:
         sequence.spans += _spans(keys)
         sequence.lookahead = lookahead
         sequence.copies = list(copies)
+        if len(tokens) >= self.size:
+            sequence.filling = new // self.size
         self._accept_drafts(sequence, old, old + kv_valid)
         sequence.computed = [min(count, old + kv_valid) for count in sequence.computed]
         self._applied(sequence, call, (new_ids, copies))
@@ -393,6 +400,7 @@ class Model:
         ]
         sequence.computed = [min(count, after) for count in sequence.computed]
         sequence.cached_blocks = min(sequence.cached_blocks, after // self.size)
+        sequence.filling = min(sequence.filling, after // self.size)
         sequence.first_writable = min(sequence.first_writable, after)
         sequence.prompt_end = min(sequence.prompt_end, after)
         self._applied(sequence, call, dropped)
@@ -629,6 +637,37 @@ class Model:
                 break
             found.append(block_id)
         return found
+
+    def _pending(self, tokens: list[int], keys: ExtraKeys, full_hit: FullHit, num_hits: int) -> int:
+        """Tokens after the hits that some live sequence has in blocks it has yet to commit."""
+        lora = (keys.lora.name, keys.lora.path) if keys.lora else None
+        usable = (len(tokens) - (full_hit is FullHit.LAST_BLOCK)) // self.size
+        prompt = self._content(tokens, usable, lora, keys.cache_salt, _spans(keys))
+        end = num_hits
+        for other in self.sequences.values():
+            if not other.registers:
+                continue
+            own = self._content(other.tokens, other.filling, other.lora, other.salt, other.spans)
+            for number in range(other.cached_blocks, min(len(own), usable)):
+                if own[: number + 1] == prompt[: number + 1]:
+                    end = max(end, number + 1)
+        most = len(tokens) - 1
+        return min(end * self.size, most) - min(num_hits * self.size, most)
+
+    def _content(
+        self,
+        tokens: list[int],
+        num_blocks: int,
+        lora: tuple[str, str] | None,
+        salt: str,
+        spans: list[Span],
+    ) -> Content:
+        """Of the first full blocks of a sequence."""
+        starts = range(0, num_blocks * self.size, self.size)
+        return tuple(
+            (tuple(tokens[start : start + self.size]), self._keys_of(start, lora, salt, spans))
+            for start in starts
+        )
 
     def _keys_of(
         self, start: int, lora: tuple[str, str] | None, salt: str, spans: list[Span]

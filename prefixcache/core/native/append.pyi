@@ -13,4 +13,5 @@ def append_batch(
     owner: bytes,
     batch: AppendBatch,
     append_row: Callable[[bytes, AppendRow], AppendResult],
+    grown: Callable[[Sequence], None],
 ) -> AppendedBatch: ...

@@ -35,10 +35,11 @@ cdef array.array _COLUMN = _array("I")
 cdef int64_t _MAX_NEW_BLOCKS = 64
 
 
-def append_batch(Pool pool, hasher, dict live, bytes owner, batch, append_row):
+def append_batch(Pool pool, hasher, dict live, bytes owner, batch, append_row, grown):
     """Append each row in turn; returns what became of them.
 
-    live: sequences by id. append_row: called with the owner and each row that is not plain.
+    live: sequences by id. append_row: called with the owner and each row that is not plain. grown:
+    called with the sequence of each other row that has a block's tokens or more.
     """
     ids, starts, lengths, tokens, valids, lookaheads, extra_keys = batch
     cdef const uint64_t[::1] sequence_ids = ids
@@ -89,6 +90,8 @@ def append_batch(Pool pool, hasher, dict live, bytes owner, batch, append_row):
             )
         if num_taken >= 0:
             codes.data.as_uints[row] = _OK_CODE
+            if end - begin >= pool.block_size:
+                grown(<object>found)
             num_new_blocks.data.as_uints[row] = num_taken
             if num_taken:
                 array.extend_buffer(new_block_ids, <char *>taken, num_taken)

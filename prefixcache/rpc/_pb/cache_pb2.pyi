@@ -125,7 +125,7 @@ class KVLayout(_message.Message):
     def __init__(self, num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., dtype: _Optional[str] = ..., block_bytes: _Optional[int] = ..., value_dim: _Optional[int] = ..., quantization: _Optional[_Union[Quantization, _Mapping]] = ..., latent_dim: _Optional[int] = ..., rope_dim: _Optional[int] = ...) -> None: ...
 
 class Limits(_message.Message):
-    __slots__ = ("max_message_bytes", "max_fork_children", "max_step_allocates", "max_sessions", "max_session_ttl_s", "max_sequences_per_session", "reconnect_grace_s", "max_tokens_per_call", "max_queued_calls", "max_queue_wait_s", "max_owners", "max_connections", "max_streams_per_connection", "max_step_streams")
+    __slots__ = ("max_message_bytes", "max_fork_children", "max_step_allocates", "max_sessions", "max_session_ttl_s", "max_sequences_per_session", "reconnect_grace_s", "max_tokens_per_call", "max_queued_calls", "max_queue_wait_s", "max_owners", "max_connections", "max_streams_per_connection", "max_step_streams", "max_wait_pending_s", "max_pending_waits")
     MAX_MESSAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
     MAX_FORK_CHILDREN_FIELD_NUMBER: _ClassVar[int]
     MAX_STEP_ALLOCATES_FIELD_NUMBER: _ClassVar[int]
@@ -140,6 +140,8 @@ class Limits(_message.Message):
     MAX_CONNECTIONS_FIELD_NUMBER: _ClassVar[int]
     MAX_STREAMS_PER_CONNECTION_FIELD_NUMBER: _ClassVar[int]
     MAX_STEP_STREAMS_FIELD_NUMBER: _ClassVar[int]
+    MAX_WAIT_PENDING_S_FIELD_NUMBER: _ClassVar[int]
+    MAX_PENDING_WAITS_FIELD_NUMBER: _ClassVar[int]
     max_message_bytes: int
     max_fork_children: int
     max_step_allocates: int
@@ -154,7 +156,9 @@ class Limits(_message.Message):
     max_connections: int
     max_streams_per_connection: int
     max_step_streams: int
-    def __init__(self, max_message_bytes: _Optional[int] = ..., max_fork_children: _Optional[int] = ..., max_step_allocates: _Optional[int] = ..., max_sessions: _Optional[int] = ..., max_session_ttl_s: _Optional[float] = ..., max_sequences_per_session: _Optional[int] = ..., reconnect_grace_s: _Optional[float] = ..., max_tokens_per_call: _Optional[int] = ..., max_queued_calls: _Optional[int] = ..., max_queue_wait_s: _Optional[float] = ..., max_owners: _Optional[int] = ..., max_connections: _Optional[int] = ..., max_streams_per_connection: _Optional[int] = ..., max_step_streams: _Optional[int] = ...) -> None: ...
+    max_wait_pending_s: float
+    max_pending_waits: int
+    def __init__(self, max_message_bytes: _Optional[int] = ..., max_fork_children: _Optional[int] = ..., max_step_allocates: _Optional[int] = ..., max_sessions: _Optional[int] = ..., max_session_ttl_s: _Optional[float] = ..., max_sequences_per_session: _Optional[int] = ..., reconnect_grace_s: _Optional[float] = ..., max_tokens_per_call: _Optional[int] = ..., max_queued_calls: _Optional[int] = ..., max_queue_wait_s: _Optional[float] = ..., max_owners: _Optional[int] = ..., max_connections: _Optional[int] = ..., max_streams_per_connection: _Optional[int] = ..., max_step_streams: _Optional[int] = ..., max_wait_pending_s: _Optional[float] = ..., max_pending_waits: _Optional[int] = ...) -> None: ...
 
 class GetServerInfoResponse(_message.Message):
     __slots__ = ("api_version", "server_version", "boot_id", "layout", "layout_fingerprint", "num_blocks", "block_size", "device", "hash_algorithm", "hash_recipe_version", "hash_seeded", "none_hash_digest", "verify_hits", "prefix_caching", "limits", "capabilities", "model_name", "model_revision", "owner_ttl_s", "core")
@@ -215,18 +219,20 @@ class LookupRequest(_message.Message):
     def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., extra_keys: _Optional[_Union[ExtraKeys, _Mapping]] = ..., num_lookahead_tokens: _Optional[int] = ..., full_hit: _Optional[_Union[FullHit, str]] = ..., want_hashes: _Optional[bool] = ...) -> None: ...
 
 class LookupResponse(_message.Message):
-    __slots__ = ("num_cached_tokens", "num_cached_blocks", "num_blocks_needed", "num_blocks_free", "block_hashes")
+    __slots__ = ("num_cached_tokens", "num_cached_blocks", "num_blocks_needed", "num_blocks_free", "block_hashes", "num_pending_tokens")
     NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_CACHED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_NEEDED_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FREE_FIELD_NUMBER: _ClassVar[int]
     BLOCK_HASHES_FIELD_NUMBER: _ClassVar[int]
+    NUM_PENDING_TOKENS_FIELD_NUMBER: _ClassVar[int]
     num_cached_tokens: int
     num_cached_blocks: int
     num_blocks_needed: int
     num_blocks_free: int
     block_hashes: _containers.RepeatedScalarFieldContainer[bytes]
-    def __init__(self, num_cached_tokens: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., num_blocks_needed: _Optional[int] = ..., num_blocks_free: _Optional[int] = ..., block_hashes: _Optional[_Iterable[bytes]] = ...) -> None: ...
+    num_pending_tokens: int
+    def __init__(self, num_cached_tokens: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., num_blocks_needed: _Optional[int] = ..., num_blocks_free: _Optional[int] = ..., block_hashes: _Optional[_Iterable[bytes]] = ..., num_pending_tokens: _Optional[int] = ...) -> None: ...
 
 class CallOrder(_message.Message):
     __slots__ = ("number", "settled")
@@ -237,7 +243,7 @@ class CallOrder(_message.Message):
     def __init__(self, number: _Optional[int] = ..., settled: _Optional[int] = ...) -> None: ...
 
 class AllocateRequest(_message.Message):
-    __slots__ = ("owner", "request_id", "token_ids", "extra_keys", "num_lookahead_tokens", "cache_use", "full_hit", "layout_fingerprint", "resumed", "order")
+    __slots__ = ("owner", "request_id", "token_ids", "extra_keys", "num_lookahead_tokens", "cache_use", "full_hit", "layout_fingerprint", "resumed", "order", "wait_pending_ms")
     OWNER_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -248,6 +254,7 @@ class AllocateRequest(_message.Message):
     LAYOUT_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     RESUMED_FIELD_NUMBER: _ClassVar[int]
     ORDER_FIELD_NUMBER: _ClassVar[int]
+    WAIT_PENDING_MS_FIELD_NUMBER: _ClassVar[int]
     owner: bytes
     request_id: str
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -258,17 +265,20 @@ class AllocateRequest(_message.Message):
     layout_fingerprint: bytes
     resumed: bool
     order: CallOrder
-    def __init__(self, owner: _Optional[bytes] = ..., request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., extra_keys: _Optional[_Union[ExtraKeys, _Mapping]] = ..., num_lookahead_tokens: _Optional[int] = ..., cache_use: _Optional[_Union[CacheUse, str]] = ..., full_hit: _Optional[_Union[FullHit, str]] = ..., layout_fingerprint: _Optional[bytes] = ..., resumed: _Optional[bool] = ..., order: _Optional[_Union[CallOrder, _Mapping]] = ...) -> None: ...
+    wait_pending_ms: int
+    def __init__(self, owner: _Optional[bytes] = ..., request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., extra_keys: _Optional[_Union[ExtraKeys, _Mapping]] = ..., num_lookahead_tokens: _Optional[int] = ..., cache_use: _Optional[_Union[CacheUse, str]] = ..., full_hit: _Optional[_Union[FullHit, str]] = ..., layout_fingerprint: _Optional[bytes] = ..., resumed: _Optional[bool] = ..., order: _Optional[_Union[CallOrder, _Mapping]] = ..., wait_pending_ms: _Optional[int] = ...) -> None: ...
 
 class AllocateResponse(_message.Message):
-    __slots__ = ("sequence_id", "num_cached_tokens", "block_ids")
+    __slots__ = ("sequence_id", "num_cached_tokens", "block_ids", "num_pending_tokens")
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PENDING_TOKENS_FIELD_NUMBER: _ClassVar[int]
     sequence_id: int
     num_cached_tokens: int
     block_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, sequence_id: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    num_pending_tokens: int
+    def __init__(self, sequence_id: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ..., num_pending_tokens: _Optional[int] = ...) -> None: ...
 
 class AppendExtraKeys(_message.Message):
     __slots__ = ("row", "extra_keys")

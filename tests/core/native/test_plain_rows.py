@@ -29,7 +29,12 @@ def append(manager: Manager, row: AppendRow) -> tuple[AppendResult, bool]:
 
     sequences = manager.sequences
     batch, live = AppendBatch.of([row]), sequences.live.by_id
-    (result,) = append_batch(manager.pool, sequences.hasher, live, ONE, batch, leave).results()
+    grown: list[Any] = []
+    (result,) = append_batch(
+        manager.pool, sequences.hasher, live, ONE, batch, leave, grown.append
+    ).results()
+    is_long = not left and len(row.token_ids) >= manager.pool.block_size
+    assert grown == [live.get(row.sequence_id)] * is_long
     check_invariants(sequences)
     return result, not left
 
