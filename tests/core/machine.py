@@ -135,7 +135,7 @@ class BlockManagerMachine(SessionRules, RuleBasedStateMachine):
             caching=caching,
             owner_ttl_s=10.0,
             max_sessions=LIMITS.max_sessions,
-            max_session_sequences=LIMITS.max_sequences,
+            max_sequences=LIMITS.max_sequences,
             grace_s=LIMITS.reconnect_grace_s,
         )
         self.start_sessions()

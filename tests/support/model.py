@@ -132,7 +132,7 @@ class Model:
         caching: bool = True,
         owner_ttl_s: float = 600.0,
         max_sessions: int = 256,
-        max_session_sequences: int = 16384,
+        max_sequences: int = 16384,
         grace_s: float = 0.5,
     ) -> None:
         self.size = block_size
@@ -154,7 +154,7 @@ class Model:
         self.owner_calls: dict[bytes, float] = {}
         self.sessions: dict[bytes, ModelSession] = {}
         self.max_sessions = max_sessions
-        self.max_session_sequences = max_session_sequences
+        self.max_sequences = max_sequences
         self.grace_s = grace_s
         self.evictions = 0
         self.counts = dict.fromkeys(
@@ -523,8 +523,8 @@ class Model:
         )
 
     def _check_can_add(self, owner: bytes, count: int) -> None:
-        if self._is_session(owner) and len(self._live(owner)) + count > self.max_session_sequences:
-            raise Refused("TooManySequencesError", limit=self.max_session_sequences)
+        if len(self._live(owner)) + count > self.max_sequences:
+            raise Refused("TooManySequencesError", limit=self.max_sequences)
 
     # ---- operators
 
