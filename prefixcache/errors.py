@@ -16,6 +16,7 @@ PrefixCacheError
 │   ├── NotComputedError            Fork of a sequence with tokens still to compute
 │   ├── BlocksInUseError            reset without force while blocks are referenced
 │   ├── FingerprintMismatchError    the client was built for another layout or model
+│   ├── ForkedClientError           the client belongs to the process that this one was forked from
 │   ├── NoStorageError              Prefill or Decode on a daemon without K/V memory
 │   └── StorageOwnedError           Commit on a daemon that computes K/V itself
 ├── ResourceExhaustedError
@@ -54,6 +55,7 @@ __all__ = [
     "ExceedsPoolError",
     "FailedPreconditionError",
     "FingerprintMismatchError",
+    "ForkedClientError",
     "InternalError",
     "InvalidArgumentError",
     "NoRoomError",
@@ -240,6 +242,15 @@ class FingerprintMismatchError(FailedPreconditionError):
             f"layout fingerprint is {actual.hex()}, the client expects {given.hex()}",
             {"given": given.hex(), "actual": actual.hex()},
         )
+
+
+class ForkedClientError(FailedPreconditionError):
+    """Raised by clients, before anything is sent."""
+
+    reason = "FORKED_CLIENT"
+
+    def __init__(self, pid: int, problem: str) -> None:
+        super().__init__(f"this process was forked from process {pid}, {problem}", {"pid": pid})
 
 
 class NoStorageError(FailedPreconditionError):

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import grpc
 
-from prefixcache.client.channel import channel_options, resolve_target
+from prefixcache.client.channel import channel_options, resolve_address
 from prefixcache.config import ENV_PREFIX
 from prefixcache.core.form import FORM_ENV
 from prefixcache.errors import UnavailableError
@@ -111,7 +111,7 @@ def _child(module: list[str], *, by_signal: bool = False) -> Iterator[subprocess
 
 def wait_until_ready(target: str, process: subprocess.Popen[bytes]) -> None:
     """Until it takes connections. Raises UnavailableError if it ends first, or takes too long."""
-    with grpc.insecure_channel(resolve_target(target), channel_options()) as channel:
+    with grpc.insecure_channel(resolve_address(target).target, channel_options()) as channel:
         ready = grpc.channel_ready_future(channel)
         for _ in range(int(_START_TIMEOUT_S / _POLL_S)):
             try:

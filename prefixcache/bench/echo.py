@@ -14,7 +14,7 @@ from typing import Any
 
 import grpc
 
-from prefixcache.client.channel import DEFAULT_MAX_MESSAGE_BYTES, resolve_target
+from prefixcache.client.channel import DEFAULT_MAX_MESSAGE_BYTES, resolve_address
 from prefixcache.server.daemon import LimitOptions
 from prefixcache.server.rpc_server import make_server
 from prefixcache.server.workers import Workers
@@ -32,7 +32,7 @@ def make_echo_server(address: str, num_workers: int, reply_sizes: Sequence[int])
         for size in set(reply_sizes)
     }
     server.add_registered_method_handlers(_SERVICE, handlers)
-    server.add_insecure_port(resolve_target(address))
+    server.add_insecure_port(resolve_address(address).target)
     return server
 
 

@@ -40,7 +40,7 @@ from prefixcache.bench.report import Ratio, Report, Row, Target
 from prefixcache.bench.split import measure_split
 from prefixcache.bench.step_appends import measure_step_appends
 from prefixcache.client import Client
-from prefixcache.client.channel import channel_options, resolve_target
+from prefixcache.client.channel import channel_options, resolve_address
 from prefixcache.rpc.status import from_rpc_error
 
 _ROUNDS = Rounds(fewest=4, most=20, budget_s=60.0)
@@ -183,7 +183,7 @@ def _candidates(
 
 
 def _channel(target: str) -> grpc.Channel:
-    return grpc.insecure_channel(resolve_target(target), channel_options())
+    return grpc.insecure_channel(resolve_address(target).target, channel_options())
 
 
 class Echoes:

@@ -17,6 +17,7 @@ from typing import Any, Self
 import grpc
 import numpy.typing as npt
 
+from prefixcache.address import Address
 from prefixcache.client import attention_calls, messages, sequence_calls, session_calls
 from prefixcache.client.aio_keeper import AsyncSessionKeeper
 from prefixcache.client.aio_sequence import AsyncSequence, OpeningSequence
@@ -28,8 +29,9 @@ from prefixcache.client.channel import (
     SEND_ERRORS,
     channel_options,
     make_stubs,
-    resolve_target,
+    resolve_address,
 )
+from prefixcache.client.home_process import AsyncProcess, HomeProcess
 from prefixcache.client.lease import Lease, owner_of, rows_by_lease
 from prefixcache.client.lost_requests import FREE_TIMEOUT_S, LostRequest
 from prefixcache.client.messages import Call, ResultT
@@ -56,6 +58,7 @@ from prefixcache.types import (
     ResultCode,
 )
 
+_process = AsyncProcess()
 _abandoned: set[asyncio.Task[None]] = set()
 """Calls that go on without the tasks that made them; the event loop holds its tasks weakly."""
 
@@ -104,11 +107,15 @@ class AsyncClient:
     ) -> None:
         if (target is None) == (channel is None):
             raise InvalidArgumentError("target", "give either a target or a channel")
+        _process.check()
         self._own_channel: grpc.aio.Channel | None = None
+        address: Address | None = None
         if channel is None:
             options = channel_options(max_message_bytes)
-            channel = grpc.aio.insecure_channel(resolve_target(target or ""), options)
+            address = resolve_address(target or "")
+            channel = grpc.aio.insecure_channel(address.target, options)
             self._own_channel = channel
+        self._home = HomeProcess(address)
         self._stubs = make_stubs(channel)
         self._timeout_s = timeout_s
         self._fingerprint = expected_fingerprint
@@ -125,9 +132,12 @@ class AsyncClient:
     async def close(self) -> None:
         """End the session, with all sequences that are not freed, and the connection.
 
-        Without a session, such sequences live on until the owner's TTL.
+        Without a session, such sequences live on until the owner's TTL. In a process that was
+        forked from the client's own, it closes nothing.
         """
         self._is_closed = True
+        if not self._home.is_here:
+            return
         try:
             if self._lease.is_session:
                 await self._close_session()
@@ -370,12 +380,11 @@ class AsyncClient:
 
         TooManyStreamsError at the first answer if the daemon has no more streams to give.
         """
-        self._check_open()
         info = await self._ready(timeout_s)
         lease = await self._leased(timeout_s)
         await self._free_lost(lease, lease.due_requests(), self._timeout_s)
         steps = UnansweredSteps(lease, info, lambda state: AsyncSequence(self, lease, state))
-        return AsyncStepStream(self._stubs["Step"], steps, self._timeout_s)
+        return AsyncStepStream(self._stubs["Step"], steps, self._timeout_s, self._home)
 
     # ---- the session
 
@@ -408,7 +417,7 @@ class AsyncClient:
                 )
                 self._lease = await self._send(call, timeout_s)
                 self._open_request_id = messages.new_request_id()
-                self._keeper = AsyncSessionKeeper(self._stubs["KeepAlive"], self._lease)
+                self._keeper = AsyncSessionKeeper(self._stubs["KeepAlive"], self._lease, self._home)
                 weakref.finalize(self, self._keeper.abandon)
                 await self._keeper.wait_for_first_beat()
             return self._lease
@@ -427,6 +436,7 @@ class AsyncClient:
     # ---- sending
 
     async def _ready(self, timeout_s: float | None) -> ServerInfo:
+        self._check_open()
         return self._info or await self.server_info(timeout_s=timeout_s)
 
     async def _call(
@@ -470,6 +480,7 @@ class AsyncClient:
             lease.end(number)
 
     def _check_open(self) -> None:
+        self._home.check()
         if self._is_closed:
             raise FailedPreconditionError("the client is closed")
 

@@ -12,6 +12,7 @@ import grpc.aio
 
 from prefixcache.client import session_calls
 from prefixcache.client.cancelled_task import current_task_is_cancelled
+from prefixcache.client.home_process import HomeProcess
 from prefixcache.client.lease import Lease
 from prefixcache.client.sync_keeper import FIRST_BEAT_WAIT_S, FIRST_WAIT_S
 from prefixcache.rpc.status import from_rpc_error
@@ -25,9 +26,10 @@ class AsyncSessionKeeper:
     so that one which is forgotten without `close` can go.
     """
 
-    def __init__(self, open_stream: Callable[..., Any], lease: Lease) -> None:
+    def __init__(self, open_stream: Callable[..., Any], lease: Lease, home: HomeProcess) -> None:
         self._open_stream = open_stream
         self._lease = lease
+        self._home = home
         self._was_tried = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self._task = self._loop.create_task(self._run())
@@ -47,8 +49,8 @@ class AsyncSessionKeeper:
         await asyncio.wait([self._task])
 
     def abandon(self) -> None:
-        """`stop` without waiting, from any thread."""
-        if not self._loop.is_closed():
+        """`stop` without waiting, from any thread. Nothing in a forked child."""
+        if self._home.is_here and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._task.cancel)
 
     async def _run(self) -> None:

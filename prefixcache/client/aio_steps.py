@@ -16,6 +16,7 @@ import grpc.aio
 
 from prefixcache.client.aio_sequence import AsyncSequence
 from prefixcache.client.cancelled_task import current_task_is_cancelled
+from prefixcache.client.home_process import HomeProcess
 from prefixcache.client.step import Step
 from prefixcache.client.unanswered_steps import UnansweredSteps
 from prefixcache.errors import (
@@ -41,7 +42,9 @@ class AsyncStepStream:
         open_stream: Callable[[AsyncIterator[Any]], Any],
         steps: UnansweredSteps[AsyncSequence],
         timeout_s: float,
+        home: HomeProcess,
     ) -> None:
+        self._home = home
         self._steps = steps
         self._timeout_s = timeout_s
         self._requests: asyncio.Queue[Any] = asyncio.Queue()
@@ -68,6 +71,7 @@ class AsyncStepStream:
         Raises FailedPreconditionError if one of its sequences has had another call since it was
         added to the step, and the error that broke the stream.
         """
+        self._home.check()
         self._requests.put_nowait(self._steps.request_of(step))
 
     async def wait(self, step: Step[AsyncSequence], *, timeout_s: float | None = None) -> None:
@@ -77,6 +81,7 @@ class AsyncStepStream:
         broken. Raises the error that broke the stream; what became of the single calls say their
         results.
         """
+        self._home.check()
         try:
             async with asyncio.timeout(self._timeout_s if timeout_s is None else timeout_s):
                 while self._steps.has(step):
@@ -117,6 +122,8 @@ class AsyncStepStream:
 
     def _end(self, error: PrefixCacheError) -> None:
         self._steps.fail(error)
+        if not self._home.is_here:
+            return
         self._requests.put_nowait(None)
         self._replies.cancel()
 

@@ -6,12 +6,13 @@ Owns no connection. Both kinds of channel, `grpc` and `grpc.aio`, take the same 
 from __future__ import annotations
 
 import json
+import os
 from typing import Any
 
 import grpc
 import grpc.aio
 
-from prefixcache.address import parse_address
+from prefixcache.address import Address, parse_address
 from prefixcache.errors import InvalidArgumentError
 from prefixcache.rpc import wire
 
@@ -59,10 +60,10 @@ _FIRST_RECONNECT_MS = 100
 _MAX_RECONNECT_MS = 2_000
 
 
-def resolve_target(target: str) -> str:
-    """`unix:/path` or `host:port` as gRPC wants it. Raises InvalidArgumentError."""
+def resolve_address(target: str) -> Address:
+    """`unix:/path` or `host:port`. Raises InvalidArgumentError."""
     try:
-        return parse_address(target).target
+        return parse_address(target)
     except ValueError as error:
         raise InvalidArgumentError("target", str(error)) from None
 
@@ -86,6 +87,9 @@ def channel_options(
         # The daemon is near, and back soon after a restart: gRPC's own 1 s to 120 s are too long.
         ("grpc.initial_reconnect_backoff_ms", _FIRST_RECONNECT_MS),
         ("grpc.max_reconnect_backoff_ms", _MAX_RECONNECT_MS),
+        # Channels of one target and equal options share a connection, unless they are of another
+        # process: a child's must not use its parent's.
+        ("prefixcache.process", os.getpid()),
         # K/V must not travel through a proxy that the environment names for web traffic.
         ("grpc.enable_http_proxy", 0),
     ]

@@ -2,7 +2,7 @@
 
 Owns the channel, the client's session and the sending of calls; what is sent and what a
 reply means is in `messages` and `*_calls`. A client may be used by many threads at once, a
-sequence by one at a time. Not to be shared with a forked process.
+sequence by one at a time. In a forked child it raises ForkedClientError.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any, Self
 import grpc
 import numpy.typing as npt
 
+from prefixcache.address import Address
 from prefixcache.client import attention_calls, messages, sequence_calls, session_calls
 from prefixcache.client.channel import (
     DEFAULT_MAX_MESSAGE_BYTES,
@@ -25,8 +26,9 @@ from prefixcache.client.channel import (
     SEND_ERRORS,
     channel_options,
     make_stubs,
-    resolve_target,
+    resolve_address,
 )
+from prefixcache.client.home_process import HomeProcess
 from prefixcache.client.lease import Lease, owner_of, rows_by_lease
 from prefixcache.client.lost_requests import FREE_TIMEOUT_S, LostRequest
 from prefixcache.client.messages import Call, ResultT
@@ -99,10 +101,13 @@ class Client:
         if (target is None) == (channel is None):
             raise InvalidArgumentError("target", "give either a target or a channel")
         self._own_channel: grpc.Channel | None = None
+        address: Address | None = None
         if channel is None:
             options = channel_options(max_message_bytes)
-            channel = grpc.insecure_channel(resolve_target(target or ""), options)
+            address = resolve_address(target or "")
+            channel = grpc.insecure_channel(address.target, options)
             self._own_channel = channel
+        self._home = HomeProcess(address)
         self._stubs = make_stubs(channel)
         self._timeout_s = timeout_s
         self._fingerprint = expected_fingerprint
@@ -119,9 +124,12 @@ class Client:
     def close(self) -> None:
         """End the session, with all sequences that are not freed, and the connection.
 
-        Without a session, such sequences live on until the owner's TTL.
+        Without a session, such sequences live on until the owner's TTL. In a process that was
+        forked from the client's own, it closes nothing.
         """
         self._is_closed = True
+        if not self._home.is_here:
+            return
         try:
             if self._lease.is_session:
                 self._close_session()
@@ -362,12 +370,11 @@ class Client:
 
         TooManyStreamsError at the first answer if the daemon has no more streams to give.
         """
-        self._check_open()
         info = self._ready(timeout_s)
         lease = self._leased(timeout_s)
         self._free_lost(lease, lease.due_requests(), self._timeout_s)
         steps = UnansweredSteps(lease, info, lambda state: Sequence(self, lease, state))
-        return StepStream(self._stubs["Step"], steps, self._timeout_s)
+        return StepStream(self._stubs["Step"], steps, self._timeout_s, self._home)
 
     # ---- the session
 
@@ -400,7 +407,7 @@ class Client:
                 )
                 self._lease = self._send(call, timeout_s)
                 self._open_request_id = messages.new_request_id()
-                self._keeper = SessionKeeper(self._stubs["KeepAlive"], self._lease)
+                self._keeper = SessionKeeper(self._stubs["KeepAlive"], self._lease, self._home)
                 weakref.finalize(self, self._keeper.stop)
                 self._keeper.wait_for_first_beat()
             return self._lease
@@ -417,6 +424,7 @@ class Client:
     # ---- sending
 
     def _ready(self, timeout_s: float | None) -> ServerInfo:
+        self._check_open()
         return self._info or self.server_info(timeout_s=timeout_s)
 
     def _call(
@@ -460,6 +468,7 @@ class Client:
             lease.end(number)
 
     def _check_open(self) -> None:
+        self._home.check()
         if self._is_closed:
             raise FailedPreconditionError("the client is closed")
 

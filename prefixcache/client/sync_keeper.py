@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 
 from prefixcache.client import session_calls
+from prefixcache.client.home_process import HomeProcess
 from prefixcache.client.lease import Lease
 from prefixcache.rpc.status import from_rpc_error
 
@@ -27,9 +28,10 @@ class SessionKeeper:
     interpreter from exiting.
     """
 
-    def __init__(self, open_stream: Callable[..., Any], lease: Lease) -> None:
+    def __init__(self, open_stream: Callable[..., Any], lease: Lease, home: HomeProcess) -> None:
         self._open_stream = open_stream
         self._lease = lease
+        self._home = home
         # Reentrant: `stop` may come of a garbage collection in any thread, this one's too.
         self._changed = threading.Condition(threading.RLock())
         self._is_stopped = False
@@ -46,7 +48,9 @@ class SessionKeeper:
         self._was_tried.wait(FIRST_BEAT_WAIT_S)
 
     def stop(self) -> None:
-        """No more beats. Does not wait; the daemon sees the stream end."""
+        """No more beats. Does not wait; the daemon sees the stream end. Nothing in a child."""
+        if not self._home.is_here:
+            return
         with self._changed:
             self._is_stopped = True
             stream = self._stream

@@ -17,6 +17,7 @@ from typing import Any, Self
 
 import grpc
 
+from prefixcache.client.home_process import HomeProcess
 from prefixcache.client.step import Step
 from prefixcache.client.sync_sequence import Sequence
 from prefixcache.client.unanswered_steps import UnansweredSteps
@@ -44,7 +45,9 @@ class StepStream:
         open_stream: Callable[[Iterator[Any]], Any],
         steps: UnansweredSteps[Sequence],
         timeout_s: float,
+        home: HomeProcess,
     ) -> None:
+        self._home = home
         self._steps = steps
         self._timeout_s = timeout_s
         self._requests: SimpleQueue[Any] = SimpleQueue()
@@ -72,6 +75,7 @@ class StepStream:
         Raises FailedPreconditionError if one of its sequences has had another call since it was
         added to the step, and the error that broke the stream.
         """
+        self._home.check()
         self._requests.put(self._steps.request_of(step))
 
     def wait(self, step: Step[Sequence], *, timeout_s: float | None = None) -> None:
@@ -81,6 +85,7 @@ class StepStream:
         broken. Raises the error that broke the stream; what became of the single calls say their
         results.
         """
+        self._home.check()
         with self._time_limit.of(self._timeout_s if timeout_s is None else timeout_s):
             while self._steps.has(step):
                 self._steps.answered(self._receive())
@@ -109,6 +114,8 @@ class StepStream:
 
     def _end(self, error: PrefixCacheError) -> None:
         self._steps.fail(error)
+        if not self._home.is_here:
+            return
         self._requests.put(None)
         self._replies.cancel()
 

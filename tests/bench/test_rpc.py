@@ -17,7 +17,7 @@ from prefixcache.bench.children import daemon_process, echo_process, load_proces
 from prefixcache.bench.echo import echo_stub
 from prefixcache.bench.split import PARTS, SUM
 from prefixcache.cli import main
-from prefixcache.client.channel import resolve_target
+from prefixcache.client.channel import resolve_address
 from prefixcache.errors import UnavailableError
 from prefixcache.server.daemon import CacheOptions
 from tests.bench.run_bench import rows_named
@@ -117,7 +117,7 @@ def test_a_target_that_cannot_be_reached_exits_with_1(
 def test_the_echo_returns_as_many_bytes_as_its_method_says() -> None:
     with (
         echo_process([0, 7, 70_000], num_workers=2) as target,
-        grpc.insecure_channel(resolve_target(target)) as channel,
+        grpc.insecure_channel(resolve_address(target).target) as channel,
     ):
         for size in (0, 7, 70_000):
             assert echo_stub(channel, size)(b"request") == bytes(size)
@@ -126,7 +126,7 @@ def test_the_echo_returns_as_many_bytes_as_its_method_says() -> None:
 def test_sizes_are_those_of_the_messages_on_the_wire() -> None:
     with (
         running_daemon(POOL) as running,
-        grpc.insecure_channel(resolve_target(running.target)) as channel,
+        grpc.insecure_channel(resolve_address(running.target).target) as channel,
     ):
         with ExitStack() as ended:
             sizes = message_sizes(make_kinds(Connection(channel), 100, ended))

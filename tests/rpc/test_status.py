@@ -40,6 +40,7 @@ EXAMPLES = {
         errors.NotComputedError(7, 3, 10),
         errors.BlocksInUseError(4),
         errors.FingerprintMismatchError(b"a", b"b"),
+        errors.ForkedClientError(7, "whose client it is"),
         errors.NoStorageError(),
         errors.StorageOwnedError(),
         errors.ResourceExhaustedError("a quota"),

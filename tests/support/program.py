@@ -18,21 +18,27 @@ MANAGER = ("--storage", "none", "--num-blocks", "100")
 """Options of a daemon that starts fast."""
 
 
+class Process(subprocess.Popen[str]):
+    """addresses: where the daemon serves, as its log says."""
+
+    addresses: list[str]
+
+
 @contextmanager
 def serving(
     folder: Path, *options: str, seed: str = SEED, environ: Mapping[str, str] | None = None
-) -> Iterator[subprocess.Popen[str]]:
+) -> Iterator[Process]:
     """A daemon on the default socket of `folder`, once it serves; logs JSON lines to stderr."""
     inherited = {key: value for key, value in os.environ.items() if "PREFIXCACHE" not in key}
     own = {"XDG_RUNTIME_DIR": str(folder), "PREFIXCACHE_HASH_SEED": seed}
-    with subprocess.Popen(
+    with Process(
         [*PROGRAM, "serve", *options],
         env={**inherited, **own, **(environ or {})},
         stderr=subprocess.PIPE,
         text=True,
     ) as process:
         try:
-            logged_until(process, "serving")
+            process.addresses = logged_until(process, "serving")[-1]["addresses"]
             yield process
         finally:
             process.kill()
