@@ -446,6 +446,22 @@ class MetricsSection(Section):
         return self
 
 
+class RecordSection(Section):
+    title: ClassVar[str] = "Record of requests"
+
+    record: Path | None = _setting(
+        None,
+        "File for a record of the prompts that come, as hashes of their blocks, which `prefixcache "
+        "analyze` and `replay` read. Only its owner may read it. An earlier one becomes FILE.1.",
+    )
+    record_limit: Size = _setting(
+        2**30,
+        "Largest size of the record. At half of it, the file becomes FILE.1 and a new one begins.",
+        unit="bytes",
+        ge=2**16,
+    )
+
+
 class ProcessSection(Section):
     title: ClassVar[str] = "Process"
 
@@ -478,6 +494,7 @@ class ServeConfig:
     limits: LimitSection
     sessions: SessionSection
     metrics: MetricsSection
+    record: RecordSection
     process: ProcessSection
 
     def __post_init__(self) -> None:
@@ -489,6 +506,10 @@ class ServeConfig:
                 missing[0],
                 f"--storage {self.pool.storage} needs the K/V layout: give {', '.join(missing)}, "
                 "or a --model-config, or use --storage none",
+            )
+        if self.record.record is not None and not self.cache.prefix_caching:
+            raise InvalidArgumentError(
+                "--record", "cannot go with --no-prefix-caching, which hashes nothing"
             )
 
     @property

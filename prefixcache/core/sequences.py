@@ -88,7 +88,9 @@ class Sequences:
     Every call that names a session raises SessionNotFoundError once that has ended.
 
     num_layers: layers that each count their computed tokens; 1 without K/V storage, where Commit
-    is the only layer. caching: off means that nothing is hashed, hit or registered.
+    is the only layer. caching: off means that nothing is hashed, hit or registered. on_allocated:
+    is told of each new sequence's prompt, cache use, and whether it is resumed; it must not raise
+    or wait, for it runs under the lock.
     """
 
     def __init__(
@@ -101,6 +103,7 @@ class Sequences:
         owner_ttl_s: float = 600.0,
         session_limits: SessionLimits | None = None,
         clock: Callable[[], float] = time.monotonic,
+        on_allocated: Callable[[Prompt, CacheUse, bool], None] | None = None,
     ) -> None:
         self.lock = threading.Lock()
         self.pool = pool
@@ -109,6 +112,7 @@ class Sequences:
         self._num_layers = num_layers
         self._caching = caching
         self._clock = clock
+        self._on_allocated = on_allocated
         self.pending = PendingBlocks(pool.digest_bytes)
         self.live = LiveSequences(
             pool, self.pending, owner_ttl_s, clock, session_limits or SessionLimits()
@@ -195,6 +199,8 @@ class Sequences:
             sequence.sequence_id, plan.num_cached_tokens, block_ids, plan.num_pending_tokens
         )
         self._applied(sequence, call, reply)
+        if self._on_allocated is not None:
+            self._on_allocated(prompt, cache_use, resumed)
         return reply
 
     def wait_for_pending(

@@ -17,6 +17,7 @@ from prefixcache import __version__
 from prefixcache.core.form import FORM
 from prefixcache.core.hashing import HASH_ALGORITHMS, HASH_RECIPE_VERSION, Hasher
 from prefixcache.core.pool import Pool
+from prefixcache.core.sequence import Prompt
 from prefixcache.core.sequences import Sequences
 from prefixcache.core.sessions import SessionLimits
 from prefixcache.errors import InvalidArgumentError
@@ -24,6 +25,7 @@ from prefixcache.rpc._pb import cache_pb2
 from prefixcache.rpc.codec import layout_to_wire
 from prefixcache.storage.fixed_scales import FixedScales
 from prefixcache.storage.layout import Layout, fingerprint
+from prefixcache.types import CacheUse
 
 if TYPE_CHECKING:
     from prefixcache.engine import Engine
@@ -84,6 +86,8 @@ class LimitOptions:
 class Daemon:
     """Everything that the servicers need. `is_draining` refuses new sequences.
 
+    on_allocated: see `Sequences`.
+
     Raises InvalidArgumentError if a reply with all block ids is larger than a message may be: a
     reply that cannot be sent would leave its caller with blocks that it does not know of.
     """
@@ -96,6 +100,7 @@ class Daemon:
         session_limits: SessionLimits | None = None,
         *,
         clock: Callable[[], float] = time.monotonic,
+        on_allocated: Callable[[Prompt, CacheUse, bool], None] | None = None,
     ) -> None:
         model, limits = model or ModelOptions(), limits or LimitOptions()
         session_limits = session_limits or SessionLimits()
@@ -121,6 +126,7 @@ class Daemon:
             owner_ttl_s=cache.owner_ttl_s,
             session_limits=session_limits,
             clock=clock,
+            on_allocated=on_allocated,
         )
         self.engine = self._make_engine(model, cache.num_blocks)
         self.info = self._make_info(cache, model, _limits_message(limits, session_limits), verify)

@@ -27,6 +27,8 @@ from prefixcache.errors import InvalidArgumentError
 from prefixcache.server.daemon import CacheOptions, Daemon, LimitOptions, ModelOptions
 from prefixcache.server.logs import configure_logs
 from prefixcache.server.model_layout import layout_of
+from prefixcache.server.record_file import RecordFile
+from prefixcache.server.recorder import Recorder
 from prefixcache.server.reload import Reload
 from prefixcache.server.rpc_server import RpcServer
 from prefixcache.server.signals import obeyed_signals
@@ -48,13 +50,18 @@ def run(config: ServeConfig, read_config: Callable[[], ServeConfig]) -> int:
     reload = Reload(config, read_config)
     reload.add(_prepare_logs, "log_format", "log_level")
     with obeyed_signals() as signals, ExitStack() as resources:
-        daemon = make_daemon(config)
+        recorder = _make_recorder(config)
+        if recorder is not None:
+            resources.callback(recorder.close)
+        daemon = make_daemon(config, recorder)
         resources.callback(daemon.close)
         server = RpcServer(daemon, max_workers=config.network.max_workers)
         addresses = config.network.addresses or (default_listen_address(os.environ),)
         bound = [_listen(server, address, resources) for address in addresses]
         metrics = _listen_for_metrics(config.metrics.address, daemon, server, resources)
         _settle_objects()
+        if recorder is not None:
+            recorder.start()
         server.start()
         sweeper = Sweeper(daemon.sequences, config.cache.owner_ttl, server.cut_stale_streams)
         sweeper.start()
@@ -79,10 +86,17 @@ def _prepare_logs(config: ServeConfig) -> Callable[[], None]:
     return partial(configure_logs, config.process.log_format, config.process.log_level)
 
 
-def make_daemon(config: ServeConfig) -> Daemon:
+def _make_recorder(config: ServeConfig) -> Recorder | None:
+    record = config.record
+    if record.record is None:
+        return None
+    return Recorder(RecordFile(record.record, record.record_limit), config.pool.block_size)
+
+
+def make_daemon(config: ServeConfig, recorder: Recorder | None = None) -> Daemon:
     """The daemon that a configuration describes, with its memory allocated."""
     try:
-        return _make_daemon(config)
+        return _make_daemon(config, recorder)
     except InvalidArgumentError as error:
         if error.field != "num_blocks" or config.pool.num_blocks is not None:
             raise
@@ -91,7 +105,7 @@ def make_daemon(config: ServeConfig) -> Daemon:
         raise InvalidArgumentError("--memory", problem) from error
 
 
-def _make_daemon(config: ServeConfig) -> Daemon:
+def _make_daemon(config: ServeConfig, recorder: Recorder | None) -> Daemon:
     if config.pool.storage != "none":
         prepare_torch(config.process.threads)
     model = _model_options(config)
@@ -125,6 +139,7 @@ def _make_daemon(config: ServeConfig) -> Daemon:
             reconnect_grace_s=config.sessions.reconnect_grace,
             max_owners=config.limits.max_owners,
         ),
+        on_allocated=None if recorder is None else recorder.add,
     )
 
 

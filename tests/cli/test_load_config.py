@@ -46,6 +46,7 @@ NOT_DEFAULT: dict[str, object] = {
     "max_sequences": 6,
     "reconnect_grace": 0.25,
     "metrics_listen": "127.0.0.1:9464",
+    "record_limit": "2000000",
     "threads": 2,
     "drain_timeout": 1.5,
     "log_format": "json",
@@ -60,6 +61,7 @@ EXCLUDED = {
     "rope_dim",
     "kv_scale_file",
     "hash_seed",
+    "record",
 }
 HEADS = {"num_layers": 1, "num_kv_heads": 1, "head_dim": 1, "dtype": "float32"}
 
@@ -132,6 +134,7 @@ def test_every_setting_means_the_same_in_flag_environment_and_file(
         ("gpu_memory_fraction", "0.5"),
         ("hash_seed", "s" * 16),
         ("kv_scale_file", __file__),
+        ("record", "record.jsonl"),
     ],
 )
 def test_settings_that_exclude_others_come_from_everywhere_too(

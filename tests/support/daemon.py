@@ -9,10 +9,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from prefixcache.core.sequence import Prompt
 from prefixcache.core.sessions import SessionLimits
 from prefixcache.server.daemon import CacheOptions, Daemon, LimitOptions, ModelOptions
 from prefixcache.server.rpc_server import RpcServer
 from prefixcache.server.sweeper import Sweeper
+from prefixcache.types import CacheUse
 
 
 @dataclass(frozen=True)
@@ -40,9 +42,10 @@ def running_daemon(
     *,
     max_workers: int = 8,
     clock: Callable[[], float] = time.monotonic,
+    on_allocated: Callable[[Prompt, CacheUse, bool], None] | None = None,
 ) -> Iterator[RunningDaemon]:
     """Nothing sweeps it but `RunningDaemon.sweep`."""
-    daemon = Daemon(cache, model, limits, session_limits, clock=clock)
+    daemon = Daemon(cache, model, limits, session_limits, clock=clock, on_allocated=on_allocated)
     server = RpcServer(daemon, max_workers=max_workers)
     with tempfile.TemporaryDirectory() as folder:
         target = server.listen(f"unix:{Path(folder) / 'prefixcache.sock'}")
