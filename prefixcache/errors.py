@@ -42,7 +42,11 @@ Importing this module imports nothing else of the project.
 
 from __future__ import annotations
 
-from typing import ClassVar, Self
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, ClassVar, Self
+
+if TYPE_CHECKING:
+    from prefixcache.types import BlockHolder
 
 __all__ = [
     "AbortedError",
@@ -275,13 +279,34 @@ class ResourceExhaustedError(PrefixCacheError):
 
 
 class NoRoomError(ResourceExhaustedError):
+    """holders: who holds most, in the fields `holder_1_name`, `holder_1_digest`, `holder_1_blocks`.
+
+    A name is empty without a session. A digest is the `owner_digest` of the lists of sequences and
+    sessions. Blocks are those in the tables of the owner's sequences; what they share counts once
+    for each. Absent are those that there are not, or that the caller may not know of.
+    """
+
     reason = "NO_ROOM"
 
-    def __init__(self, needed: int, free: int, referenced: int) -> None:
-        super().__init__(
-            f"needs {needed} blocks, {free} free, {referenced} referenced",
-            {"needed": needed, "free": free, "referenced": referenced},
+    def __init__(
+        self, needed: int, free: int, referenced: int, holders: Iterable[BlockHolder] = ()
+    ) -> None:
+        message = f"needs {needed} blocks, {free} free, {referenced} referenced"
+        fields: dict[str, str | int] = {"needed": needed, "free": free, "referenced": referenced}
+        most = []
+        for place, (name, digest, num_blocks) in enumerate(holders, 1):
+            fields[f"holder_{place}_name"] = name
+            fields[f"holder_{place}_digest"] = digest
+            fields[f"holder_{place}_blocks"] = num_blocks
+            most.append(f"{num_blocks} by {repr(name) + ' ' if name else ''}{digest}")
+        super().__init__(message + (f"; most held: {', '.join(most)}" if most else ""), fields)
+
+    def naming(self, holders: Iterable[BlockHolder]) -> NoRoomError:
+        """The same with the names of those who hold most."""
+        needed, free, referenced = (
+            int(self.fields[name]) for name in ("needed", "free", "referenced")
         )
+        return NoRoomError(needed, free, referenced, holders)
 
 
 class TooManyStreamsError(ResourceExhaustedError):

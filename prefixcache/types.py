@@ -193,6 +193,18 @@ class AllocateResult:
     num_pending_tokens: int
 
 
+class BlockHolder(NamedTuple):
+    """One of those who hold most blocks when there is no room for more.
+
+    client_name: of its session; empty without one. owner_digest: as in the list of sequences.
+    num_blocks: in the tables of its sequences; what they share counts once for each.
+    """
+
+    client_name: str
+    owner_digest: str
+    num_blocks: int
+
+
 class AppendResult(NamedTuple):
     """One row of Append. `new_block_ids` were added at the end of the block table, in order.
 

@@ -12,6 +12,7 @@ import secrets
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
+from typing import NamedTuple
 
 from prefixcache.core import growth
 from prefixcache.core.pending import PendingBlocks
@@ -54,6 +55,13 @@ class SessionInfo:
     is_connected: bool
     num_sequences: int
     age_s: float
+
+
+class Held(NamedTuple):
+    """Blocks in the tables of an owner's sequences; what they share counts once for each."""
+
+    owner: bytes
+    num_blocks: int
 
 
 @dataclass(eq=False, slots=True)
@@ -242,7 +250,7 @@ class LiveSequences:
                         serial=sequence.serial,
                         sequence_id=sequence.sequence_id,
                         owner=sequence.owner,
-                        client_name=self._client_name(sequence.owner),
+                        client_name=self.client_name(sequence.owner),
                         num_tokens=sequence.num_tokens,
                         num_computed_tokens=sequence.num_computed,
                         num_cached_tokens=sequence.num_cached_tokens,
@@ -275,6 +283,12 @@ class LiveSequences:
                 )
         return page
 
+    def table_lengths(self) -> Iterator[Held]:
+        """Of each owner, how many blocks the tables of its sequences have."""
+        for owner, record in chain(self._owners.items(), self._session_owners.items()):
+            tables = [len(sequence.block_table) for sequence in record.sequences.values()]
+            yield Held(owner, sum(tables))
+
     def num_slots_written(self) -> int:
         """Slots of referenced blocks with complete K/V, each block counted once."""
         size, pool = self._pool.block_size, self._pool
@@ -297,5 +311,6 @@ class LiveSequences:
     def _owners_like(self, owner: bytes) -> dict[bytes, _Owner]:
         return self._session_owners if is_session_id(owner) else self._owners
 
-    def _client_name(self, owner: bytes) -> str:
+    def client_name(self, owner: bytes) -> str:
+        """Of a live owner; empty for one without a session."""
         return self.sessions.find(owner).client_name if is_session_id(owner) else ""

@@ -22,6 +22,7 @@ from prefixcache.core.admission import Plan, plan_prompt
 from prefixcache.core.append_batch import AppendBatch, AppendedBatch
 from prefixcache.core.form import FORM
 from prefixcache.core.hashing import Hasher
+from prefixcache.core.holders import LargestHolders
 from prefixcache.core.live import LiveSequences
 from prefixcache.core.pending import PendingBlocks, Waiter
 from prefixcache.core.pool import Pool
@@ -117,6 +118,7 @@ class Sequences:
         self.live = LiveSequences(
             pool, self.pending, owner_ttl_s, clock, session_limits or SessionLimits()
         )
+        self._holders = LargestHolders(self.live, clock)
 
     # ---- prompts
 
@@ -163,9 +165,12 @@ class Sequences:
         plan = self._plan(prompt, num_lookahead_tokens, cache_use, full_hit)
         try:
             plan.check_room(self.pool)
-        except (ExceedsPoolError, NoRoomError):
+        except ExceedsPoolError:
             self.counters.allocation_refused += 1
             raise
+        except NoRoomError as error:
+            self.counters.allocation_refused += 1
+            raise error.naming(self._holders.largest()) from None
         self.pool.acquire(plan.hits)
         new_blocks = self.pool.take(plan.num_blocks - len(plan.hits))
         block_ids = np.concatenate((plan.hits, new_blocks))

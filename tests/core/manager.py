@@ -239,6 +239,11 @@ def refused(
     return caught.value
 
 
+def room(error: PrefixCacheError) -> dict[str, str | int]:
+    """The numbers of a refusal for want of room, without who holds most."""
+    return {name: value for name, value in error.fields.items() if "holder" not in name}
+
+
 def image(identifier: str, offset: int, num_tokens: int) -> ExtraKeys:
     return ExtraKeys(multimodal_items=(MultimodalItem(identifier, offset, num_tokens),))
 

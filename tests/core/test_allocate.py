@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from prefixcache.errors import ExceedsPoolError, NoRoomError
-from tests.core.manager import TWO, A, C, Manager, T, U, refused
+from tests.core.manager import TWO, A, C, Manager, T, U, refused, room
 
 
 def test_hits_are_held_before_new_blocks_are_taken() -> None:
@@ -25,7 +25,7 @@ def test_room_does_not_count_free_blocks_that_are_about_to_be_hits() -> None:
     manager.fill(C(4))
     manager.allocate(U(1), owner=TWO)
     error = refused(manager, NoRoomError, lambda: manager.allocate(T(8) + A(20)))
-    assert error.fields == {"needed": 7, "free": 6, "referenced": 1}
+    assert room(error) == {"needed": 7, "free": 6, "referenced": 1}
     assert manager.allocate(T(8) + A(16)).cached == 8
 
 
@@ -47,7 +47,7 @@ def test_everything_referenced_is_refused_at_once_with_the_numbers() -> None:
     manager = Manager(3)
     manager.allocate(T(12))
     error = refused(manager, NoRoomError, lambda: manager.allocate([1]))
-    assert error.fields == {"needed": 1, "free": 0, "referenced": 3}
+    assert room(error) == {"needed": 1, "free": 0, "referenced": 3}
 
 
 def test_the_need_that_lookup_predicts_is_what_is_taken() -> None:

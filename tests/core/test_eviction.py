@@ -10,7 +10,7 @@ import numpy as np
 from prefixcache.core.sequence import CommitRow
 from prefixcache.errors import NoRoomError
 from prefixcache.types import ExtraKeys
-from tests.core.manager import ONE, TWO, A, C, Held, Manager, T, U, refused
+from tests.core.manager import ONE, TWO, A, C, Held, Manager, T, U, refused, room
 
 
 def test_a_keyless_block_is_used_before_any_cached_one() -> None:
@@ -89,7 +89,7 @@ def test_a_need_beyond_what_can_be_evicted_is_refused_and_evicts_nothing() -> No
     manager.fill(T(4))
     manager.allocate(U(12))
     error = refused(manager, NoRoomError, lambda: manager.allocate(C(8)))
-    assert error.fields == {"needed": 2, "free": 1, "referenced": 3}
+    assert room(error) == {"needed": 2, "free": 1, "referenced": 3}
     assert manager.sequences.stats().evictions == 0
 
 
