@@ -3,7 +3,7 @@
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .SUFFIXES:
-.PHONY: help venv venv-demo test test-slow promtool gpu sanitize kernels-aot oracle demo demo-interpreted wheel lint format proto clean distclean
+.PHONY: help venv venv-demo test test-slow chaos chaos-short promtool gpu sanitize kernels-aot oracle demo demo-interpreted wheel lint format proto clean distclean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -32,6 +32,12 @@ test: venv lint ## lint, then the tests that take seconds; those of the core in 
 
 test-slow: venv ## the tests that take longer
 	$(PYTEST) -m slow
+
+chaos: venv ## load, faults and bad input for up to 10 minutes; CHAOS="--seed 1 --only fuzz"
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.chaos $(CHAOS)
+
+chaos-short: venv ## the same in its smaller form
+	$(PYTEST) -m chaos
 
 # Prometheus' own tool: the one on PATH, else the one in Debian's package, unpacked here without root.
 PROMTOOL := $(or $(shell command -v promtool),$(CURDIR)/.promtool/usr/bin/promtool)

@@ -1,0 +1,262 @@
+"""Part 4: bad calls of every RPC, in every field and in the bytes of the message.
+
+No call may end as INTERNAL or UNKNOWN, and one that is refused, or that only reads, must leave the
+daemon as it was: the block manager, the sessions and the K/V. Most calls go to the handlers
+themselves, the rest through a socket to the same daemon.
+"""
+
+from __future__ import annotations
+
+import random
+import socket
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+from structlog.processors import format_exc_info
+from structlog.testing import capture_logs
+
+from prefixcache.rpc._pb import cache_pb2
+from prefixcache.server.daemon import CacheOptions, LimitOptions, ModelOptions
+from tests.chaos.checked_daemon import broken_invariant, manager_state
+from tests.chaos.handler_calls import METHODS, Handlers, Outcome, caught_handlers
+from tests.chaos.mutations import change_bytes, change_field, field_paths
+from tests.chaos.report import Figures
+from tests.chaos.valid_requests import LAYOUT, ValidRequests
+from tests.support.daemon import RunningDaemon, running_daemon
+from tests.support.stubs import TIMEOUT_S
+
+NUM_BLOCKS = 24
+MAX_MESSAGE_BYTES = 2**20
+WIRE_PART = 0.1
+_READ_ONLY = ("GetServerInfo", "Lookup", "GetStats", "ListSequences", "ListSessions")
+_CHECK_EVERY = 1000
+_FEW, _MANY = 3, 10
+_MAX_SESSIONS = 4
+_BAD_CODES = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
+_MAX_SHOWN = 20
+
+Call = Callable[[str, bytes], Outcome]
+
+
+@dataclass
+class _Counts:
+    """refused: mutated calls that ended with a status, or whose rows were all refused."""
+
+    codes: Counter[str]
+    fields: set[tuple[str, ...]]
+    calls: int = 0
+    refused: int = 0
+    valid: int = 0
+    valid_accepted: int = 0
+
+
+def run(folder: Path, rng: random.Random, num_calls: int) -> Figures:
+    """num_calls: bad ones that are refused; half with K/V in the daemon, half without."""
+    figures = Figures("fuzz")
+    counts = _Counts(Counter(), set())
+    begin_s = time.monotonic()
+    for model in (ModelOptions(), ModelOptions(LAYOUT)):
+        cache = CacheOptions(NUM_BLOCKS, block_size=4, hash_seed="a seed of the fuzzer")
+        limits = LimitOptions(max_message_bytes=MAX_MESSAGE_BYTES)
+        with (
+            capture_logs([format_exc_info]) as log,
+            caught_handlers() as handlers,
+            running_daemon(cache, model, limits) as running,
+        ):
+            Fuzzer(running, handlers, rng, figures, counts).run(counts.refused + num_calls // 2)
+        failures = [event["exception"] for event in log if event["log_level"] == "error"]
+        figures.problems += failures[:_MAX_SHOWN]
+    figures.seconds = time.monotonic() - begin_s
+    _report(figures, counts)
+    return figures
+
+
+class Fuzzer:
+    def __init__(
+        self,
+        running: RunningDaemon,
+        handlers: Handlers,
+        rng: random.Random,
+        figures: Figures,
+        counts: _Counts,
+    ) -> None:
+        self._daemon = running.daemon
+        self._running = running
+        self._handlers = handlers
+        self._rng = rng
+        self._figures = figures
+        self._counts = counts
+        self._valid = ValidRequests(running.daemon, rng)
+        self._fields = [
+            (name, path)
+            for name, method in METHODS.items()
+            for path in field_paths(method.request.DESCRIPTOR)
+        ]
+        self._state = manager_state(self._daemon)
+
+    def run(self, until_refused: int) -> None:
+        targets = iter(self._fields)
+        with grpc.insecure_channel(self._running.target, _UNLIMITED) as channel:
+            wire = _wire_calls(channel)
+            while self._counts.refused < until_refused:
+                self._keep_going()
+                name, path = next(targets, (None, None)) or (None, None)
+                if name is None or path is None:
+                    name, path = self._rng.choice(self._fields)
+                call = wire if self._rng.random() < WIRE_PART else self._handlers.call
+                self._bad_call(call, name, path)
+                if self._counts.calls % _CHECK_EVERY == 0:
+                    self._check()
+            self._oversized(wire)
+        self._garbage()
+        self._check()
+
+    # ---- calls
+
+    def _bad_call(self, call: Call, name: str, path: tuple[str, ...]) -> None:
+        request = self._valid.make(name)
+        if self._rng.random() < 0.6:
+            for _ in range(self._rng.choice((1, 1, 1, 2))):
+                change_field(request, path, self._rng)
+            self._counts.fields.add((name, *path))
+            data = request.SerializeToString()
+        else:
+            data = change_bytes(request.SerializeToString(), request.DESCRIPTOR, self._rng)
+        self._send(call, name, data)
+
+    def _send(self, call: Call, name: str, data: bytes) -> Outcome:
+        outcome = call(name, data)
+        self._counts.calls += 1
+        self._counts.codes[outcome.code.name] += 1
+        changes_nothing = _was_refused(outcome) or name in _READ_ONLY
+        self._counts.refused += _was_refused(outcome)
+        if outcome.code in _BAD_CODES or outcome.code is grpc.StatusCode.DEADLINE_EXCEEDED:
+            self._report(name, data, f"ended as {outcome.code.name}: {outcome.details}")
+            self._figures.lost += outcome.code is grpc.StatusCode.DEADLINE_EXCEEDED
+        state = self._state_now()
+        if changes_nothing and state != self._state:
+            self._figures.wrong += 1
+            changed = [part for part in state if state[part] != self._state[part]]
+            self._report(name, data, f"({outcome.code.name}) has changed {', '.join(changed)}")
+        self._state = state
+        return outcome
+
+    def _keep_going(self) -> None:
+        """Right calls in between: a daemon without anything in it refuses all alike."""
+        num_live = len(self._daemon.sequences.live)
+        if num_live < _FEW:
+            self._right_call("Allocate")
+        while len(self._daemon.sequences.live) > _MANY:
+            self._right_call("Free")
+        num_sessions = len(self._daemon.sequences.live.sessions)
+        if num_sessions < 2:
+            self._right_call("OpenSession")
+        elif num_sessions > _MAX_SESSIONS:
+            self._right_call("CloseSession")
+        if self._rng.random() < 0.3:
+            self._right_call(self._rng.choice(list(METHODS)))
+
+    def _right_call(self, name: str) -> None:
+        data = self._valid.make(name).SerializeToString()
+        outcome = self._handlers.call(name, data)
+        self._counts.valid += 1
+        self._counts.valid_accepted += outcome.code is grpc.StatusCode.OK
+        if outcome.code in _BAD_CODES:
+            self._report(name, data, f"ended as {outcome.code.name}: {outcome.details}")
+        self._state = self._state_now()
+
+    def _oversized(self, call: Call) -> None:
+        """More bytes than the daemon takes, of each RPC: gRPC refuses, and the daemon goes on."""
+        for name in METHODS:
+            outcome = self._send(call, name, b"\x0a" + b"\xff" * MAX_MESSAGE_BYTES)
+            if outcome.code is grpc.StatusCode.OK:
+                self._report(name, b"", "took a message that is larger than the limit")
+
+    def _garbage(self) -> None:
+        """Connections on which something else than gRPC is spoken."""
+        path = self._running.target.removeprefix("unix:")
+        preface = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+        for number in range(40):
+            with socket.socket(socket.AF_UNIX) as peer, suppress(OSError):
+                peer.connect(path)
+                peer.sendall((preface if number % 2 else b"") + self._rng.randbytes(200))
+        self._right_call("GetStats")
+        self._figures.faults["connections of garbage"] += 40
+
+    # ---- what came of it
+
+    def _state_now(self) -> dict[str, Any]:
+        with self._daemon.sequences.lock:
+            return manager_state(self._daemon)
+
+    def _check(self) -> None:
+        if problem := broken_invariant(self._daemon):
+            self._figures.problems.append(problem)
+
+    def _report(self, name: str, data: bytes, text: str) -> None:
+        if len(self._figures.problems) < _MAX_SHOWN:
+            self._figures.problems.append(f"{name} of {data[:200].hex()} {text}")
+
+
+def _was_refused(outcome: Outcome) -> bool:
+    """By a status, or row by row."""
+    if outcome.code is not grpc.StatusCode.OK:
+        return True
+    (reply,) = outcome.replies
+    return _only_refusals(reply)
+
+
+def _only_refusals(reply: Any) -> bool:
+    if isinstance(reply, cache_pb2.StepResponse):
+        parts = [getattr(reply, name) for name in ("free", "commit", "append")]
+        done = any(part.ByteSize() and not _only_refusals(part) for part in parts)
+        return not done and not any(part.sequence_id for part in reply.allocates)
+    codes = getattr(reply, "result_codes", ())
+    return bool(codes) and cache_pb2.RESULT_CODE_OK not in codes
+
+
+_UNLIMITED = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
+
+
+def _wire_calls(channel: grpc.Channel) -> Call:
+    def call(name: str, data: bytes) -> Outcome:
+        method = METHODS[name]
+        read = method.response.FromString
+        try:
+            if method.is_stream:
+                stream = channel.stream_stream(method.path, response_deserializer=read)
+                return Outcome(
+                    grpc.StatusCode.OK, "", tuple(stream(iter([data]), timeout=TIMEOUT_S))
+                )
+            unary = channel.unary_unary(method.path, response_deserializer=read)
+            return Outcome(grpc.StatusCode.OK, "", (unary(data, timeout=TIMEOUT_S),))
+        except grpc.RpcError as error:
+            return Outcome(error.code(), error.details() or "")
+
+    return call
+
+
+def _report(figures: Figures, counts: _Counts) -> None:
+    figures.calls = counts.calls
+    figures.faults["calls refused"] = counts.refused
+    codes = ", ".join(f"{count} {code}" for code, count in counts.codes.most_common())
+    fields = {
+        (name, *path)
+        for name, method in METHODS.items()
+        for path in field_paths(method.request.DESCRIPTOR)
+    }
+    figures.notes += [
+        f"bad calls: {codes}",
+        f"fields made bad: {len(counts.fields)} of {len(fields)}, of {len(METHODS)} RPCs",
+        f"right calls in between: {counts.valid}, of which {counts.valid_accepted} were accepted",
+    ]
+    if counts.fields != fields:
+        figures.problems.append(f"fields left out: {sorted(fields - counts.fields)[:10]}")
+    if counts.valid_accepted < counts.valid / 2:
+        figures.problems.append("most right calls were refused: the state is too poor")

@@ -1,0 +1,147 @@
+"""Part 1: client processes that are killed with SIGKILL in every phase of every RPC.
+
+After each batch everything that they held is gone within the grace for reconnecting and a second.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import chain, cycle, islice
+from pathlib import Path
+
+from tests.chaos import lives
+from tests.chaos.clients import ClientProcess, World, start_client
+from tests.chaos.daemon_process import DaemonProcess, daemon_process
+from tests.chaos.killer import PHASES
+from tests.chaos.link import Kill
+from tests.chaos.load import check_daemon, count_calls
+from tests.chaos.report import Figures
+from tests.chaos.tally import RPCS
+
+CLIENTS = 8
+FEWEST = 150
+"""Kills that meet every phase of every RPC."""
+_BATCH = 40
+_ONLY_WITH = {"Commit": "none", "Prefill": "cpu", "Decode": "cpu"}
+_WITHOUT_STREAM = ("GetServerInfo", "OpenSession", "KeepAlive")
+"""Killed there, a client has no KeepAlive stream yet: its session ends by its TTL."""
+_TTL_S = 60.0
+_SHORT_TTL_S = 1.0
+_END_S = 30.0
+_TIMED_PART = 0.25
+_TIMED_S = (0.0, 0.25)
+
+
+@dataclass
+class _Batch:
+    world: World
+    daemon: DaemonProcess
+    figures: Figures
+    coverage: Counter[tuple[str, str]]
+
+
+def run(folder: Path, rng: random.Random, num_kills: int) -> Figures:
+    """Half of the kills with K/V in the daemon, half without."""
+    figures = Figures("kills", clients=CLIENTS)
+    coverage: Counter[tuple[str, str]] = Counter()
+    begin_s = time.monotonic()
+    for storage in ("none", "cpu"):
+        place = folder / storage
+        place.mkdir(mode=0o700)
+        with daemon_process(place, storage) as daemon:
+            world = World(place, storage, num_rows=num_kills)
+            world.prepare()
+            batch = _Batch(world, daemon, figures, coverage)
+            _kill_all(batch, rng, num_kills // 2)
+            _note_daemon(batch)
+    figures.seconds = time.monotonic() - begin_s
+    figures.notes.append(_coverage_table(coverage))
+    missing = [f"{rpc} {phase}" for rpc in RPCS for phase in PHASES if not coverage[rpc, phase]]
+    if missing:
+        figures.problems.append(f"no client was killed at: {', '.join(missing)}")
+    return figures
+
+
+def _plans(storage: str, rng: random.Random) -> Iterator[Kill]:
+    """First those of which the other storage makes the rest, then all in turn."""
+    kills = [
+        Kill(rpc, phase)
+        for rpc in RPCS
+        for phase in PHASES
+        if _ONLY_WITH.get(rpc, storage) == storage
+    ]
+    half = int(storage == "cpu")
+    first = [
+        kill
+        for kill in kills
+        if kill.rpc in _ONLY_WITH or (RPCS.index(kill.rpc) + PHASES.index(kill.phase)) % 2 == half
+    ]
+    rng.shuffle(first)
+    rng.shuffle(kills)
+    return chain(first, cycle(kills))
+
+
+def _kill_all(batch: _Batch, rng: random.Random, num_kills: int) -> None:
+    plans = _plans(batch.world.storage, rng)
+    rows = iter(range(num_kills))
+    slowest_s = 0.0
+    while some := list(islice(rows, _BATCH)):
+        for first in range(0, len(some), CLIENTS):
+            running = [_start(batch, row, rng, plans) for row in some[first : first + CLIENTS]]
+            for client, kill in running:
+                _wait_for_death(batch, client, kill, rng)
+        slowest_s = max(slowest_s, check_daemon(batch.figures, batch.daemon))
+    batch.figures.notes.append(
+        f"storage {batch.world.storage}: everything was free {slowest_s:.2f} s after the last kill"
+        f" of a batch at the latest"
+    )
+
+
+def _start(
+    batch: _Batch, row: int, rng: random.Random, plans: Iterator[Kill]
+) -> tuple[ClientProcess, Kill | None]:
+    """A client that dies at a phase of a call, or for None at any time, by our hand."""
+    seed = rng.randrange(2**32)
+    if rng.random() < _TIMED_PART:
+        return start_client(lives.load_without_end, batch.world, row, seed), None
+    kill = next(plans)
+    ttl_s = _SHORT_TTL_S if kill.rpc in _WITHOUT_STREAM else _TTL_S
+    return start_client(lives.killed, batch.world, row, seed, kill, ttl_s), kill
+
+
+def _wait_for_death(
+    batch: _Batch, client: ClientProcess, kill: Kill | None, rng: random.Random
+) -> None:
+    if kill is None:
+        client.wait(rng.uniform(*_TIMED_S))
+        client.process.kill()
+    has_ended = client.wait(_END_S)
+    if not has_ended:
+        client.process.kill()
+        client.wait(_END_S)
+        batch.figures.problems.append(f"a client hung and was not killed at {kill}")
+    batch.figures.problems += client.problems()
+    if client.was_killed:
+        batch.figures.faults["kills at a phase" if kill else "kills at any time"] += 1
+    where = batch.world.tally().of_row(client.row).kill()
+    if where is not None:
+        batch.coverage[where] += 1
+
+
+def _note_daemon(batch: _Batch) -> None:
+    for rpc, phase, count in batch.daemon.ask("kills"):
+        batch.coverage[rpc, phase] += count
+    count_calls(batch.figures, batch.world)
+
+
+def _coverage_table(coverage: Counter[tuple[str, str]]) -> str:
+    width = max(map(len, RPCS))
+    lines = ["clients killed, by RPC and phase:", " " * (width + 2) + " | ".join(PHASES)]
+    for rpc in RPCS:
+        cells = [str(coverage[rpc, phase]).rjust(len(phase)) for phase in PHASES]
+        lines.append(rpc.ljust(width + 2) + " | ".join(cells))
+    return "\n    ".join(lines)

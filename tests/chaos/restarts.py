@@ -1,0 +1,63 @@
+"""Part 2: a daemon that is stopped (SIGTERM) and killed (SIGKILL) while clients are at work.
+
+Each call ends in a reply or a status within its deadline, and nothing of an earlier boot is ever
+answered for.
+"""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+from pathlib import Path
+
+from tests.chaos import lives
+from tests.chaos.clients import World, start_client
+from tests.chaos.daemon_process import DaemonProcess, daemon_process
+from tests.chaos.load import check_daemon, collect
+from tests.chaos.report import Figures
+
+CLIENTS = 6
+_UP_S = (0.3, 2.0)
+_LAST_S = 1.5
+"""The clients go on for so long on the last boot, which is left alone."""
+
+
+def run(folder: Path, rng: random.Random, seconds: float) -> Figures:
+    """Half of the time with K/V in the daemon, half without."""
+    figures = Figures("restarts", clients=CLIENTS)
+    for storage in ("none", "cpu"):
+        place = folder / storage
+        place.mkdir(mode=0o700)
+        with daemon_process(place, storage) as daemon:
+            figures.add(_with_storage(place, storage, daemon, rng, seconds / 2))
+    return figures
+
+
+def _with_storage(
+    place: Path, storage: str, daemon: DaemonProcess, rng: random.Random, seconds: float
+) -> Figures:
+    world = World(place, storage, num_rows=CLIENTS)
+    world.prepare()
+    begin_s = time.monotonic()
+    until_s = begin_s + seconds
+    clients = [
+        start_client(lives.through_restarts, world, row, rng.randrange(2**32), until_s)
+        for row in range(CLIENTS)
+    ]
+    figures = Figures("restarts", clients=CLIENTS)
+    generation = world.generation()
+    while time.monotonic() < until_s - _LAST_S:
+        time.sleep(rng.uniform(*_UP_S))
+        number = rng.choice((signal.SIGTERM, signal.SIGKILL))
+        code = daemon.end(number)
+        expected = 0 if number is signal.SIGTERM else -signal.SIGKILL
+        if code != expected:
+            figures.problems.append(f"after {number.name} the daemon's exit code was {code}")
+        figures.faults[number.name] += 1
+        generation[0] += 1
+        daemon.start()
+    collect(figures, world, clients, max(0.0, until_s - time.monotonic()))
+    figures.seconds = time.monotonic() - begin_s
+    check_daemon(figures, daemon)
+    return figures

@@ -1,0 +1,126 @@
+"""Part 5: clients that come and go on a pool too small for them, every hit checked, memory flat."""
+
+from __future__ import annotations
+
+import random
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from tests.chaos import lives
+from tests.chaos.clients import ClientProcess, World, start_client
+from tests.chaos.daemon_process import DaemonProcess, Usage, daemon_process
+from tests.chaos.load import check_daemon, collect
+from tests.chaos.report import Figures
+
+CLIENTS = 8
+_LIFE_S = (1.0, 5.0)
+_KILLED_PART = 0.25
+_MAX_CLIENTS_A_SECOND = 16
+_LOOK_S = 0.1
+_WARM_PART = 0.3
+"""Of the time, until memory may not grow any more."""
+MAX_GROWTH_BYTES = 8 * 2**20
+"""Of the resident memory after that: what the allocator moves by; a leak of a block table a
+sequence would be more within a minute."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    at_s: float
+    usage: Usage
+
+
+def run(folder: Path, rng: random.Random, seconds: float) -> Figures:
+    """Most of the time with K/V in the daemon, the rest without."""
+    figures = Figures("soak", clients=CLIENTS)
+    for storage, part in (("cpu", 0.7), ("none", 0.3)):
+        place = folder / storage
+        place.mkdir(mode=0o700)
+        with daemon_process(place, storage) as daemon:
+            figures.add(with_storage(place, storage, daemon, rng, seconds * part))
+    return figures
+
+
+def with_storage(
+    place: Path, storage: str, daemon: DaemonProcess, rng: random.Random, seconds: float
+) -> Figures:
+    world = World(place, storage, num_rows=int(seconds * _MAX_CLIENTS_A_SECOND) + CLIENTS)
+    world.prepare()
+    figures = Figures("soak", clients=CLIENTS)
+    before = daemon.usage()
+    begin_s = time.monotonic()
+    samples = _churn(figures, world, daemon, rng, begin_s + seconds)
+    figures.seconds = time.monotonic() - begin_s
+    check_daemon(figures, daemon)
+    judge(figures, storage, before, samples, daemon.usage())
+    stats = daemon.stats()
+    figures.notes.append(
+        f"storage {storage}: {stats.requests} sequences, hit rate {stats.hit_rate:.0%},"
+        f" {stats.evictions} evictions, {stats.allocation_refused} refused for lack of room"
+    )
+    if not stats.evictions or not stats.hit_tokens:
+        figures.problems.append("the load had no evictions, or no hits")
+    return figures
+
+
+def _churn(
+    figures: Figures, world: World, daemon: DaemonProcess, rng: random.Random, until_s: float
+) -> list[Sample]:
+    rows = iter(range(world.num_rows))
+    running: list[ClientProcess] = []
+    ended: list[ClientProcess] = []
+    doomed: dict[int, float] = {}
+    samples: list[Sample] = []
+    while time.monotonic() < until_s:
+        while len(running) < CLIENTS:
+            row, life_s = next(rows), rng.uniform(*_LIFE_S)
+            life_s = min(life_s, max(0.2, until_s - time.monotonic()))
+            seed = rng.randrange(2**32)
+            if rng.random() < _KILLED_PART:
+                running.append(start_client(lives.load_without_end, world, row, seed))
+                doomed[row] = time.monotonic() + life_s
+            else:
+                running.append(start_client(lives.load, world, row, seed, life_s))
+        time.sleep(_LOOK_S)
+        _kill_doomed(figures, running, doomed)
+        ended += [client for client in running if client.wait(0.0)]
+        running = [client for client in running if client.process.exitcode is None]
+        samples.append(Sample(time.monotonic(), daemon.usage()))
+    for row in doomed:
+        doomed[row] = 0.0
+    _kill_doomed(figures, running, doomed)
+    collect(figures, world, [*ended, *running], _LIFE_S[1])
+    return samples
+
+
+def _kill_doomed(figures: Figures, running: list[ClientProcess], doomed: dict[int, float]) -> None:
+    now_s = time.monotonic()
+    for client in running:
+        if doomed.get(client.row, now_s + 1.0) <= now_s:
+            del doomed[client.row]
+            client.process.kill()
+            figures.faults["kills"] += 1
+
+
+def judge(
+    figures: Figures, storage: str, before: Usage, samples: list[Sample], after: Usage
+) -> None:
+    """Memory does not grow once it is warm; threads and descriptors are as before."""
+    warm = samples[int(len(samples) * _WARM_PART) :]
+    sizes = np.array([sample.usage.rss_bytes for sample in warm], dtype=np.float64)
+    third = max(1, len(sizes) // 3)
+    growth = float(np.median(sizes[-third:]) - np.median(sizes[:third]))
+    figures.notes.append(
+        f"storage {storage}: daemon {sizes[0] / 2**20:.0f} to {sizes[-1] / 2**20:.0f} MiB once"
+        f" warm (growth {growth / 2**20:+.2f} MiB), threads {before.num_threads} to"
+        f" {after.num_threads}, descriptors {before.num_files} to {after.num_files}"
+    )
+    if growth > MAX_GROWTH_BYTES:
+        figures.problems.append(f"the daemon's memory grew by {growth / 2**20:.1f} MiB")
+    if after.num_files > before.num_files + 2:
+        figures.problems.append(
+            f"descriptors: {before.num_files} before the clients, {after.num_files} after them"
+        )

@@ -1,0 +1,131 @@
+"""The load, the fuzzer and the counts find what they are there for."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from prefixcache.core import growth
+from prefixcache.server import checks
+from tests.chaos import fuzz, soak
+from tests.chaos.broken_daemon import DEFECTS, VARIABLE
+from tests.chaos.daemon_process import Usage, daemon_process
+from tests.chaos.link import LONG_S, Link
+from tests.chaos.report import Figures, table
+from tests.chaos.soak import MAX_GROWTH_BYTES, Sample
+from tests.chaos.tally import Tally
+
+SEED = 5
+
+
+def soaked(folder: Path, program: str, seconds: float = 2.0) -> Figures:
+    with daemon_process(folder, "none", program=program) as daemon:
+        return soak.with_storage(folder, "none", daemon, random.Random(SEED), seconds)
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("defect", DEFECTS)
+def test_a_soak_finds_a_defect_of_the_daemon(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, defect: str
+) -> None:
+    monkeypatch.setenv(VARIABLE, defect)
+    figures = soaked(tmp_path, "tests.chaos.broken_daemon")
+    assert not figures.is_clean
+    if defect == "wrong_hits":
+        assert figures.wrong > 0
+    else:
+        assert figures.leaked > 0
+
+
+def fuzzed(tmp_path: Path) -> Figures:
+    return fuzz.run(tmp_path, random.Random(SEED), 400)
+
+
+@pytest.mark.chaos
+def test_the_fuzzer_finds_a_handler_that_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def request_id(value: str, field: str = "request_id") -> str:
+        assert len(value) < checks.MAX_REQUEST_ID_BYTES
+        return value
+
+    monkeypatch.setattr(checks, "request_id", request_id)
+    figures = fuzzed(tmp_path)
+    assert any("INTERNAL" in problem for problem in figures.problems)
+
+
+@pytest.mark.chaos
+def test_the_fuzzer_finds_a_refused_call_that_changes_something(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_position = growth.check_position
+
+    def check_too_late(sequence: Any, given: int, expected: int) -> None:
+        sequence.num_lookahead_tokens = 0
+        check_position(sequence, given, expected)
+
+    monkeypatch.setattr(growth, "check_position", check_too_late)
+    figures = fuzzed(tmp_path)
+    assert figures.wrong > 0
+    assert any("has changed sequences" in problem for problem in figures.problems)
+
+
+def test_memory_that_grows_is_reported() -> None:
+    figures, step = Figures("soak"), MAX_GROWTH_BYTES // 10
+    grown = [Sample(float(i), Usage(2**28 + i * step, 20, 10)) for i in range(100)]
+    soak.judge(figures, "none", grown[0].usage, grown, grown[-1].usage)
+    assert ["memory grew" in problem for problem in figures.problems] == [True]
+    flat = [Sample(float(i), Usage(2**28 + i % 3 * step, 20, 10)) for i in range(100)]
+    figures = Figures("soak")
+    soak.judge(figures, "none", flat[0].usage, flat, flat[-1].usage)
+    assert figures.is_clean
+
+
+def test_descriptors_that_stay_open_are_reported() -> None:
+    figures, flat = Figures("soak"), [Sample(float(i), Usage(2**28, 20, 10)) for i in range(100)]
+    soak.judge(figures, "none", flat[0].usage, flat, Usage(2**28, 20, 20))
+    assert ["descriptors" in problem for problem in figures.problems] == [True]
+
+
+class Silent(grpc.RpcError):
+    def code(self) -> grpc.StatusCode:
+        return grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+class SilentChannel:
+    """Of a daemon that answers nothing."""
+
+    def unary_unary(self, path: str, **serializers: Any) -> Any:
+        def call(request: Any, timeout: float) -> Any:
+            raise Silent
+
+        return call
+
+
+def test_a_call_without_an_answer_is_counted_as_lost(tmp_path: Path) -> None:
+    tally = Tally(tmp_path / "tally", 1, create=True)
+    channel: Any = SilentChannel()
+    link = Link(channel, tally.of_row(0), random.Random(SEED))
+    with pytest.raises(Silent):
+        link.unary_unary("/service/Lookup")(b"", timeout=LONG_S)
+    assert (tally.total("started"), tally.total("late")) == (1, 1)
+
+
+def test_a_call_that_has_not_ended_is_counted(tmp_path: Path) -> None:
+    row = Tally(tmp_path / "tally", 1, create=True).of_row(0)
+    for ending in ("started", "started", "answered"):
+        row.count("Append", ending)
+    assert row.num_unanswered() == 1
+
+
+@pytest.mark.parametrize("name", ["lost", "leaked", "wrong"])
+def test_one_of_a_kind_is_enough_to_fail(name: str) -> None:
+    figures = Figures("a part")
+    assert figures.is_clean
+    setattr(figures, name, 1)
+    assert not figures.is_clean
+    assert table([figures]).splitlines()[-1].split()[-4:].count("1") == 1
