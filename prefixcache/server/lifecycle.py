@@ -27,13 +27,16 @@ from prefixcache.errors import InvalidArgumentError
 from prefixcache.server.daemon import CacheOptions, Daemon, LimitOptions, ModelOptions
 from prefixcache.server.logs import configure_logs
 from prefixcache.server.model_layout import layout_of
+from prefixcache.server.open_files import raise_limit
 from prefixcache.server.record_file import RecordFile
 from prefixcache.server.recorder import Recorder
 from prefixcache.server.reload import Reload
 from prefixcache.server.rpc_server import RpcServer
-from prefixcache.server.signals import obeyed_signals
+from prefixcache.server.service_manager import ServiceManager
+from prefixcache.server.signals import Signals, obeyed_signals
 from prefixcache.server.sweeper import Sweeper
 from prefixcache.server.unix_socket import SocketClaim
+from prefixcache.server.watchdog import Watchdog
 from prefixcache.storage.fixed_scales import FixedScales, read_scale_file
 from prefixcache.storage.layout import Layout, num_blocks_for_memory
 
@@ -49,6 +52,8 @@ def run(config: ServeConfig, read_config: Callable[[], ServeConfig]) -> int:
     configure_logs(config.process.log_format, config.process.log_level)
     reload = Reload(config, read_config)
     reload.add(_prepare_logs, "log_format", "log_level")
+    manager = ServiceManager.from_environment(os.environ)
+    raise_limit(config.limits.max_connections)
     with obeyed_signals() as signals, ExitStack() as resources:
         recorder = _make_recorder(config)
         if recorder is not None:
@@ -71,15 +76,27 @@ def run(config: ServeConfig, read_config: Callable[[], ServeConfig]) -> int:
         _log_start(daemon, bound)
         if metrics is not None:
             _log.info("serving metrics", address=metrics)
-        for _ in signals:
-            reload.run()
+        watchdog = Watchdog(manager.watchdog_s, server.works_within, manager.beat)
+        watchdog.start()
+        _wait_for_end(signals, reload, manager, f"serving on {', '.join(bound)}")
         _log.info("stopping", drain_timeout_s=config.process.drain_timeout)
+        manager.stopping(config.process.drain_timeout)
+        watchdog.stop()
         have_ended = server.stop(config.process.drain_timeout)
     _log.info("stopped", calls_cut=not have_ended)
     if not have_ended:
         # The interpreter would wait for the threads of the calls that were cut.
         os._exit(0)
     return 0
+
+
+def _wait_for_end(signals: Signals, reload: Reload, manager: ServiceManager, status: str) -> None:
+    """Until a signal says so. status: what the service manager shows meanwhile."""
+    manager.ready(status)
+    for _ in signals:
+        manager.reloading()
+        reload.run()
+        manager.ready(status)
 
 
 def _prepare_logs(config: ServeConfig) -> Callable[[], None]:

@@ -76,6 +76,7 @@ class RpcServer:
 
     def __init__(self, daemon: Daemon, *, max_workers: int) -> None:
         self._daemon = daemon
+        self._num_ended = 0
         limits = daemon.info.limits
         queue = WorkQueueLimits(limits.max_queued_calls, limits.max_queue_wait_s)
         self._workers = Workers(max_workers, "rpc", queue, clock=daemon.clock)
@@ -147,6 +148,24 @@ class RpcServer:
         self._replies.cut_late()
         self._workers.refuse_late()
         self._attention_workers.refuse_late()
+
+    def works_within(self, timeout_s: float) -> bool:
+        """Whether the core's lock can be taken and calls are answered; for a watchdog.
+
+        More calls than there are threads for are no failure, as long as some have been answered
+        since this was last asked.
+        """
+        lock = self._daemon.sequences.lock
+        if not lock.acquire(timeout=timeout_s / 2):
+            return False
+        lock.release()
+        probe = self._workers.submit(lambda: self._workers.refusal() is None)
+        try:
+            was_answered = probe.result(timeout_s / 2)
+        except TimeoutError:
+            was_answered = False
+        num_ended, self._num_ended = self._num_ended, self._workers.num_ended
+        return was_answered or num_ended != self._num_ended
 
     def stop(self, drain_timeout_s: float) -> bool:
         """Say that it is not serving, refuse new calls, and wait for running ones.

@@ -71,6 +71,7 @@ class Workers(ThreadPoolExecutor):
         self._started: dict[threading.Thread, None] = {}
         self._num_made = 0
         self._num_busy = 0
+        self._num_ended = 0
         self._num_lent = 0
         self._idle: list[_Mailbox] = []
         self._waiting: deque[tuple[float, _Work]] = deque()
@@ -80,6 +81,11 @@ class Workers(ThreadPoolExecutor):
     def num_waiting(self) -> int:
         """Pieces of work without a thread."""
         return len(self._waiting)
+
+    @property
+    def num_ended(self) -> int:
+        """Pieces of work that were done, not counting refused ones."""
+        return self._num_ended
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         """Raises RuntimeError after `shutdown`."""
@@ -164,6 +170,7 @@ class Workers(ThreadPoolExecutor):
     def _next(self, mailbox: _Mailbox) -> _Work | None:
         """What has waited longest; None if the thread is to look into its mailbox."""
         with self._guard:
+            self._num_ended += 1
             if self._waiting:
                 return self._waiting.popleft()[1]
             if self._is_shut:

@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+import os
+import resource
 import signal
+import socket
+import subprocess
+import time
+from contextlib import ExitStack
 from pathlib import Path
 
+import pytest
+
+from prefixcache.address import UnixAddress
 from prefixcache.client import Client
-from tests.support.program import MANAGER, logged_until, serving
+from prefixcache.errors import UnavailableError
+from prefixcache.server.open_files import OWN_FILES
+from tests.support.notify_socket import NotifySocket
+from tests.support.program import MANAGER, PROGRAM, logged_until, serving
+from tests.support.waiting import WAIT_S, until
 
 
 def write_config(path: Path, *lines: str) -> None:
@@ -50,3 +63,145 @@ def test_sighup_without_a_file_leaves_the_daemon_serving(tmp_path: Path) -> None
         daemon.send_signal(signal.SIGTERM)
         daemon.send_signal(signal.SIGHUP)
         assert daemon.wait(timeout=30) == 0
+
+
+def test_systemd_is_told_of_start_reload_and_stop_and_hears_beats(tmp_path: Path) -> None:
+    with NotifySocket(f"{tmp_path}/notify") as systemd:
+        environ = {"NOTIFY_SOCKET": systemd.name, "WATCHDOG_USEC": "100000"}
+        with serving(tmp_path, *MANAGER, environ=environ) as daemon:
+            ready = systemd.receive_until("READY")[1]
+            assert daemon.addresses[0] in ready["STATUS"]
+            systemd.receive_until("WATCHDOG")
+            daemon.send_signal(signal.SIGHUP)
+            systemd.receive_until("RELOADING")
+            systemd.receive_until("READY")
+            daemon.send_signal(signal.SIGTERM)
+            systemd.receive_until("STOPPING")
+            assert daemon.wait(timeout=30) == 0
+
+
+def test_the_log_of_the_start_has_pid_and_boot_id(tmp_path: Path) -> None:
+    with serving(tmp_path, *MANAGER) as daemon, Client(daemon.addresses[0]) as client:
+        assert daemon.start["pid"] == daemon.pid
+        assert daemon.start["boot_id"] == client.server_info().boot_id.hex()
+
+
+def test_port_0_is_logged_as_the_port_that_was_bound(tmp_path: Path) -> None:
+    with serving(tmp_path, *MANAGER, "--listen", "127.0.0.1:0") as daemon:
+        (address,) = daemon.addresses
+        assert not address.endswith(":0")
+        with Client(address) as client:
+            assert client.server_info().num_blocks == 100
+
+
+def test_a_second_daemon_names_the_first_which_goes_on(tmp_path: Path) -> None:
+    with serving(tmp_path, *MANAGER) as first, Client(first.addresses[0]) as client:
+        command = [*PROGRAM, "serve", *MANAGER, "--listen", first.addresses[0]]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        assert (done.returncode, f"pid {first.pid}" in done.stderr) == (2, True)
+        assert client.server_info().num_blocks == 100
+
+
+def test_a_socket_that_a_killed_daemon_has_left_is_taken_over(tmp_path: Path) -> None:
+    with serving(tmp_path, *MANAGER) as first:
+        path = Path(first.addresses[0].removeprefix("unix:"))
+        first.kill()
+        first.wait(timeout=30)
+        assert path.is_socket()
+        with serving(tmp_path, *MANAGER) as second, Client(second.addresses[0]) as client:
+            assert client.server_info().num_blocks == 100
+
+
+def test_what_is_no_socket_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "prefixcache.sock"
+    path.write_text("precious")
+    command = [*PROGRAM, "serve", *MANAGER, "--listen", str(UnixAddress(str(path)))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert "is no socket" in done.stderr
+    assert path.read_text() == "precious"
+
+
+def test_the_daemon_starts_no_process(tmp_path: Path) -> None:
+    with serving(tmp_path, *MANAGER) as daemon, Client(daemon.addresses[0]) as client:
+        with client.sequence(range(20)) as sequence:
+            sequence.commit(20)
+        children = Path(f"/proc/{daemon.pid}/task").glob("*/children")
+        assert [path.read_text() for path in children if path.read_text()] == []
+
+
+# ---- open files
+
+
+@pytest.fixture
+def hard_limit() -> int:
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+
+
+def test_the_limit_of_open_files_is_raised(tmp_path: Path, hard_limit: int) -> None:
+    assert hard_limit > 300
+    with serving(tmp_path, *MANAGER, file_limit=300) as daemon:
+        assert resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE) == (hard_limit, hard_limit)
+        (line,) = (line for line in daemon.log if "raised the limit" in line["event"])
+        assert (line["before"], line["now"]) == (300, hard_limit)
+
+
+def test_a_hard_limit_too_low_for_the_connections_is_a_warning(
+    tmp_path: Path, hard_limit: int
+) -> None:
+    fits = str(hard_limit - OWN_FILES)
+    too_many = str(hard_limit - OWN_FILES + 1)
+    for connections, num_warnings in ((fits, 0), (too_many, 1)):
+        with serving(tmp_path, *MANAGER, "--max-connections", connections) as daemon:
+            found = [line for line in daemon.log if "--max-connections" in line["event"]]
+            assert len(found) == num_warnings
+
+
+def cpu_seconds(process: subprocess.Popen[str]) -> float:
+    fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+@pytest.mark.parametrize("kind", ["unix", "tcp"])
+def test_without_free_descriptors_the_daemon_serves_who_is_there_and_later_all(
+    kind: str, tmp_path: Path
+) -> None:
+    address = f"unix:{tmp_path}/own.sock" if kind == "unix" else "127.0.0.1:0"
+    with (
+        serving(tmp_path, *MANAGER, "--listen", address) as daemon,
+        Client(daemon.addresses[0]) as client,
+        ExitStack() as others,
+    ):
+        sequence = client.sequence(range(20))
+        num_open = len(os.listdir(f"/proc/{daemon.pid}/fd"))
+        resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE, (num_open + 5, num_open + 5))
+        for _ in range(20):
+            others.enter_context(connected_socket(daemon.addresses[0]))
+        until(lambda: len(os.listdir(f"/proc/{daemon.pid}/fd")) == num_open + 5)
+        before_s, start_s = cpu_seconds(daemon), time.monotonic()
+        while time.monotonic() < start_s + 1.0:
+            sequence.append([1])
+            time.sleep(0.05)
+        assert cpu_seconds(daemon) - before_s < 0.5, "it spins"
+        others.close()
+        with Client(daemon.addresses[0], timeout_s=WAIT_S) as late:
+            until(lambda: is_served(late))
+        sequence.append([1])
+        daemon.send_signal(signal.SIGTERM)
+        assert daemon.wait(timeout=30) == 0
+
+
+def connected_socket(address: str) -> socket.socket:
+    if address.startswith("unix:"):
+        made = socket.socket(socket.AF_UNIX)
+        made.connect(address.removeprefix("unix:"))
+        return made
+    host, _, port = address.rpartition(":")
+    return socket.create_connection((host, int(port)))
+
+
+def is_served(client: Client) -> bool:
+    try:
+        return client.stats().num_blocks == 100
+    except UnavailableError:
+        return False

@@ -1,4 +1,4 @@
-"""What `deploy` holds for Prometheus and Grafana."""
+"""What `deploy` holds for Prometheus, Grafana and systemd."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 _FOLDER = Path(__file__).parents[2] / "deploy"
 ALERTS = _FOLDER / "prometheus" / "alerts.yml"
 ALERTS_TEST = _FOLDER / "prometheus" / "alerts_test.yml"
+UNIT = _FOLDER / "systemd" / "prefixcache.service"
 DASHBOARD = _FOLDER / "grafana" / "prefixcache.json"
 
 

@@ -19,26 +19,44 @@ MANAGER = ("--storage", "none", "--num-blocks", "100")
 
 
 class Process(subprocess.Popen[str]):
-    """addresses: where the daemon serves, as its log says."""
+    """log: what the daemon has logged until it served. start: the last line of it."""
 
-    addresses: list[str]
+    log: list[dict[str, Any]]
+
+    @property
+    def start(self) -> dict[str, Any]:
+        return self.log[-1]
+
+    @property
+    def addresses(self) -> list[str]:
+        """Where it serves."""
+        found: list[str] = self.start["addresses"]
+        return found
 
 
 @contextmanager
 def serving(
-    folder: Path, *options: str, seed: str = SEED, environ: Mapping[str, str] | None = None
+    folder: Path,
+    *options: str,
+    seed: str = SEED,
+    environ: Mapping[str, str] | None = None,
+    file_limit: int | None = None,
 ) -> Iterator[Process]:
-    """A daemon on the default socket of `folder`, once it serves; logs JSON lines to stderr."""
+    """A daemon on the default socket of `folder`, once it serves; logs JSON lines to stderr.
+
+    file_limit: its soft limit of open files; None for this process's.
+    """
     inherited = {key: value for key, value in os.environ.items() if "PREFIXCACHE" not in key}
     own = {"XDG_RUNTIME_DIR": str(folder), "PREFIXCACHE_HASH_SEED": seed}
+    limited = ["prlimit", f"--nofile={file_limit}:"] if file_limit is not None else []
     with Process(
-        [*PROGRAM, "serve", *options],
+        [*limited, *PROGRAM, "serve", *options],
         env={**inherited, **own, **(environ or {})},
         stderr=subprocess.PIPE,
         text=True,
     ) as process:
         try:
-            process.addresses = logged_until(process, "serving")[-1]["addresses"]
+            process.log = logged_until(process, "serving")
             yield process
         finally:
             process.kill()
