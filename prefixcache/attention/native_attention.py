@@ -25,10 +25,14 @@ def native_attention(
     batch: AttentionBatch,
     options: AttentionOptions,
     form: str | None = None,
+    *,
+    in_background: bool = False,
 ) -> torch.Tensor:
     """Checked arguments as in `decode`; returns `[T, Hq, Dv]` of q's dtype, new memory.
 
-    form: one of `native_forms()`; the best of them if left out. Raises MemoryError.
+    form: one of `native_forms()`; the best of them if left out. in_background: if it takes more
+    than about 1 ms, threads of lower priority do it, so that short calls are delayed less.
+    Raises MemoryError.
     """
     from prefixcache.attention.native.attention import attend
 
@@ -45,5 +49,6 @@ def native_attention(
             np.ascontiguousarray(batch.seq_lens),
             choose_shared_prefix(cache, batch, options),
             options,
+            in_background,
         )
     return out

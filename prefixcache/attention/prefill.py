@@ -60,7 +60,7 @@ def prefill(
     if uses_native(q, cache):
         from prefixcache.attention.native_attention import native_attention
 
-        return native_attention(q, cache, batch, options)
+        return native_attention(q, cache, batch, options, in_background=True)
     return prefill_in_torch(q, cache, batch, options)
 
 

@@ -123,15 +123,23 @@ def hash_blocks(
     token_ids: TokenIds,
     extra_keys: Sequence[bytes] | None,
     block_size: int,
+    *,
+    in_background: bool = False,
 ) -> BlockHashes:
     """Hashes of the full blocks of `token_ids`, chained from `parent`.
 
     token_ids: `[n] uint32`, n a multiple of block_size (the start of the chain is `parent`).
-    extra_keys: one encoded value a block as `block_extra_keys` gives it, or None.
+    extra_keys: one encoded value a block as `block_extra_keys` gives it, or None. in_background:
+    the compiled form hashes a long prompt in a thread of lower priority.
     """
     if _native_hash_chain is not None and algorithm.is_recipe:
         data = _native_hash_chain(
-            algorithm.name, parent, np.ascontiguousarray(token_ids), extra_keys, block_size
+            algorithm.name,
+            parent,
+            np.ascontiguousarray(token_ids),
+            extra_keys,
+            block_size,
+            in_background,
         )
     else:
         chain = hash_cbor if algorithm.uses_cbor else hash_raw
@@ -153,13 +161,24 @@ class Chain:
 
 
 class Hasher:
-    """The recipe of one daemon: algorithm, NONE_HASH and block size. Immutable."""
+    """The recipe of one daemon: algorithm, NONE_HASH and block size. Immutable.
 
-    def __init__(self, algorithm: HashAlgorithm, seed: str | None, block_size: int) -> None:
+    in_background: as for `hash_blocks`.
+    """
+
+    def __init__(
+        self,
+        algorithm: HashAlgorithm,
+        seed: str | None,
+        block_size: int,
+        *,
+        in_background: bool = False,
+    ) -> None:
         self.algorithm = algorithm
         self.block_size = block_size
         self.none_hash = none_hash(algorithm, seed)
         self.is_seeded = seed is not None
+        self._in_background = in_background
 
     def chain(
         self,
@@ -178,4 +197,7 @@ class Hasher:
         content = token_ids[: num_blocks * size]
         keys = block_extra_keys(extra_keys, first_block, num_blocks, size)
         start = self.none_hash if parent is None else parent
-        return Chain(hash_blocks(self.algorithm, start, content, keys, size), content, keys)
+        hashes = hash_blocks(
+            self.algorithm, start, content, keys, size, in_background=self._in_background
+        )
+        return Chain(hashes, content, keys)

@@ -113,7 +113,7 @@ class Daemon:
             )
         algorithm = HASH_ALGORITHMS[cache.hash_algorithm]
         verify = not algorithm.is_cryptographic if cache.verify_hits is None else cache.verify_hits
-        hasher = Hasher(algorithm, cache.hash_seed, cache.block_size)
+        hasher = Hasher(algorithm, cache.hash_seed, cache.block_size, in_background=True)
         self.boot_id = secrets.token_bytes(16)
         self.is_draining = False
         self.clock = clock

@@ -19,4 +19,5 @@ def attend(
     seq_lens: npt.NDArray[np.int32],
     shared_prefix: SharedPrefix | None,
     options: AttentionOptions,
+    in_background: bool,
 ) -> None: ...

@@ -46,7 +46,9 @@ cdef extern from "attention.h" nogil:
         const char *name
     element_type FLOAT32, FLOAT16, BFLOAT16, INT8, FLOAT8
     int attention_forms(const attention_form **forms)
-    int attention_run(const attention_call *call, const attention_form *form, int num_threads)
+    int attention_run(
+        const attention_call *call, const attention_form *form, int num_threads, int in_background
+    )
 
 cdef const attention_form *_forms[MOST_FORMS]
 cdef int _num_forms = attention_forms(_forms)
@@ -73,12 +75,14 @@ def attend(
     const int32_t[:] seq_lens,
     shared_prefix,
     options,
+    bint in_background,
 ):
     """Attention of checked arguments into `out`, which is contiguous.
 
     form: one of `FORMS`. q: `[T, Hq, D]`, cache: a KVCache, out: `[T, Hq, Dv]` of q's dtype, T > 0;
     all tensors are in the CPU's memory, and their elements lie side by side. block_tables: rows
     contiguous; the other arrays are contiguous. shared_prefix: a SharedPrefix or None.
+    in_background: threads of lower priority do it, if it takes more than about 1 ms.
     Raises MemoryError.
     """
     cdef attention_call call
@@ -110,7 +114,7 @@ def attend(
         sinks = array("f", options.sinks)
         call.sinks = &sinks[0]
     with nogil:
-        result = attention_run(&call, chosen, num_threads)
+        result = attention_run(&call, chosen, num_threads, in_background)
     if result != 0:
         raise MemoryError("attention")
 

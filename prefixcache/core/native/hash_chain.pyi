@@ -8,5 +8,6 @@ def hash_chain(
     token_ids: TokenIds,
     extra_keys: Sequence[bytes] | None,
     block_size: int,
+    in_background: bool = False,
 ) -> bytes: ...
 def sha256(data: bytes, *, portable: bool = False) -> bytes: ...

@@ -26,6 +26,14 @@ cdef extern from "hash_chain.h" nogil:
         uint8_t *digests
     void hash_chain_run(const hash_chain_job *job)
 
+cdef extern from "thread_pool.h" nogil:
+    ctypedef enum pool_ground:
+        FOREGROUND, BACKGROUND
+    ctypedef void (*pool_function)(void *context, int piece, int worker)
+    void pool_run(
+        pool_function function, void *context, int num_pieces, int num_threads, pool_ground ground
+    )
+
 cdef dict _RECIPES = {
     "sha256_cbor": CHAIN_SHA256_CBOR,
     "xxhash_cbor": CHAIN_XXHASH_CBOR,
@@ -33,6 +41,8 @@ cdef dict _RECIPES = {
 }
 # Below it, letting go of the GIL and taking it back costs more than others gain.
 cdef Py_ssize_t _MIN_TOKENS_WITHOUT_GIL = 1000
+# They take 0.1 ms or more.
+cdef Py_ssize_t _MIN_TOKENS_IN_BACKGROUND = 16_384
 cdef sha256_compress _compress = sha256_fastest()
 
 
@@ -42,14 +52,16 @@ def hash_chain(
     const uint32_t[::1] token_ids,
     extra_keys,
     Py_ssize_t block_size,
+    bint in_background=False,
 ):
     """Digests of the blocks of `token_ids`, one after another, chained from `parent`.
 
     recipe: a name of `HASH_ALGORITHMS`; parent has its digest's length. token_ids: `[n] uint32`,
     contiguous, n a multiple of block_size. extra_keys: encoded, one a block, or None. Lets others
-    run while it hashes a long prompt.
+    run while it hashes a long prompt. in_background: a thread of lower priority hashes it.
     """
     cdef hash_chain_job job
+    cdef pool_ground ground
     cdef Py_ssize_t num_tokens = token_ids.shape[0], index
     cdef size_t longest = 0
     cdef const uint8_t **keys = NULL
@@ -92,13 +104,20 @@ def hash_chain(
         if num_tokens < _MIN_TOKENS_WITHOUT_GIL:
             hash_chain_run(&job)
         else:
+            ground = FOREGROUND
+            if in_background and num_tokens >= _MIN_TOKENS_IN_BACKGROUND:
+                ground = BACKGROUND
             with nogil:
-                hash_chain_run(&job)
+                pool_run(_run_job, &job, 1, 1, ground)
     finally:
         free(job.message)
         free(keys)
         free(sizes)
     return digests
+
+
+cdef void _run_job(void *job, int piece, int worker) noexcept nogil:
+    hash_chain_run(<hash_chain_job *>job)
 
 
 cdef int plain_digests(

@@ -179,6 +179,24 @@ def test_the_output_is_the_same_however_the_work_is_taken(attend: Launcher) -> N
     assert all(torch.equal(out, outputs[0]) for out in outputs)
 
 
+def test_the_output_is_the_same_in_the_background(num_threads: int) -> None:
+    """Of calls that are long enough to go there, and of one that is not, all at once."""
+    cases = [make_case([900 + new], [new], seed=new) for new in (1, 800, 900)]
+    attend = native_module.native_attention
+    with ThreadPoolExecutor(len(cases)) as threads:
+        for _ in range(3):
+            outputs = list(
+                threads.map(
+                    lambda case: attend(
+                        case.q, case.cache, case.batch, case.options, in_background=True
+                    ),
+                    cases,
+                )
+            )
+            for case, out in zip(cases, outputs, strict=True):
+                assert torch.equal(out, attend(case.q, case.cache, case.batch, case.options))
+
+
 def test_a_forked_child_has_helpers_of_its_own() -> None:
     program = """
 import os, torch
@@ -202,7 +220,7 @@ def test_launchers_run_compiled_code_where_elements_lie_side_by_side(
 ) -> None:
     launch = prefill_module.prefill if module is prefill_module else decode_module.decode
     calls = []
-    monkeypatch.setattr(native_module, "native_attention", lambda *call: calls.append(call))
+    monkeypatch.setattr(native_module, "native_attention", lambda *call, **_: calls.append(call))
     case = make_case([5], [1])
     run(launch, case)
     assert len(calls) == 1

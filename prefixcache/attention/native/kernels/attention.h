@@ -85,7 +85,8 @@ const attention_form *attention_form_neon(void);
 #define MOST_FORMS 3
 int attention_forms(const attention_form *forms[MOST_FORMS]);
 
-/* 0, or -1 if there is no memory. */
-int attention_run(const attention_call *call, const attention_form *form, int num_threads);
+/* 0, or -1 if there is no memory. in_background: threads of lower priority do it, if it is long. */
+int attention_run(const attention_call *call, const attention_form *form, int num_threads,
+                  int in_background);
 
 #endif

@@ -8,6 +8,7 @@
 
 #define LEAST_KEYS 256 /* of a segment that is cut off for the sake of threads */
 #define PIECES_A_THREAD 4 /* so that threads end at about the same time */
+#define LONG_WORK 5e7 /* multiplications, of which a core does so many in about 1 ms */
 
 int attention_forms(const attention_form *forms[MOST_FORMS]) {
     const attention_form *avx512 = attention_form_avx512(), *avx2 = attention_form_avx2(),
@@ -140,6 +141,17 @@ static int cut_segments(attention_work *work, int num_threads) {
     return 0;
 }
 
+/* How many multiplications the segments take. */
+static double amount(const attention_work *work) {
+    const attention_call *call = work->call;
+    double pairs = 0;
+    for (int i = 0; i < work->num_segments; i++) {
+        const segment *s = &work->segments[i];
+        pairs += (double)s->num_tokens * (s->end_key - s->first_key);
+    }
+    return pairs * call->num_kv_heads * call->group * (call->keys.size + call->values.size);
+}
+
 static int list_pieces(attention_work *work) {
     size_t most = (size_t)work->num_segments * (size_t)work->call->num_kv_heads;
     work->pieces = malloc((most + 1) * sizeof *work->pieces);
@@ -229,7 +241,8 @@ static void join_piece(void *context, int index, int worker) {
                      (float *)(work->scratch + (size_t)worker * work->scratch_bytes));
 }
 
-int attention_run(const attention_call *call, const attention_form *form, int num_threads) {
+int attention_run(const attention_call *call, const attention_form *form, int num_threads,
+                  int in_background) {
     attention_work work = {.call = call, .form = form};
     size_t num_tokens = (size_t)call->num_tokens;
     int result = -1;
@@ -238,8 +251,9 @@ int attention_run(const attention_call *call, const attention_form *form, int nu
     if (work.positions != NULL && work.all_tokens != NULL && add_all_tokens(&work) == 0 &&
         cut_segments(&work, num_threads) == 0 && list_pieces(&work) == 0 && list_parts(&work) == 0 &&
         make_memory(&work, num_threads) == 0) {
-        pool_run(attend_piece, &work, work.num_pieces, num_threads);
-        pool_run(join_piece, &work, work.num_joined, num_threads);
+        pool_ground ground = in_background && amount(&work) > LONG_WORK ? BACKGROUND : FOREGROUND;
+        pool_run(attend_piece, &work, work.num_pieces, num_threads, ground);
+        pool_run(join_piece, &work, work.num_joined, num_threads, ground);
         result = 0;
     }
     free(work.positions);

@@ -1,0 +1,141 @@
+#define _GNU_SOURCE
+#include "thread_pool.h"
+
+#include <pthread.h>
+#include <signal.h>
+#include <stdatomic.h>
+#include <stddef.h>
+#include <sys/resource.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#define BACKGROUND_NICENESS 5 /* a third of the time of a thread that wants the same core */
+
+typedef struct job {
+    pool_function function;
+    void *context;
+    int num_pieces;
+    atomic_int next_piece;
+    /* Under the lock: */
+    int next_worker, end_worker, running_helpers;
+    struct job *next;
+} job;
+
+/* Of either ground, under the lock. */
+typedef struct {
+    pthread_cond_t work_there;
+    job *jobs;       /* that want helpers */
+    int num_threads; /* made so far */
+    int num_wanted;  /* by all jobs that are not done */
+} helpers;
+
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static pthread_cond_t helper_done = PTHREAD_COND_INITIALIZER;
+static pthread_once_t prepared = PTHREAD_ONCE_INIT;
+static helpers grounds[2] = {{.work_there = PTHREAD_COND_INITIALIZER},
+                             {.work_there = PTHREAD_COND_INITIALIZER}};
+
+static void run_pieces(job *work, int worker) {
+    int piece;
+    while ((piece = atomic_fetch_add(&work->next_piece, 1)) < work->num_pieces)
+        work->function(work->context, piece, worker);
+}
+
+static void leave_list(helpers *ground, job *work) {
+    for (job **link = &ground->jobs; *link != NULL; link = &(*link)->next)
+        if (*link == work) {
+            *link = work->next;
+            return;
+        }
+}
+
+/* On Linux a niceness is one thread's. */
+static void yield_to_others(void) {
+    id_t thread = (id_t)syscall(SYS_gettid);
+    setpriority(PRIO_PROCESS, thread, getpriority(PRIO_PROCESS, thread) + BACKGROUND_NICENESS);
+}
+
+static void *help(void *context) {
+    helpers *ground = context;
+    if (ground == &grounds[BACKGROUND]) yield_to_others();
+    pthread_mutex_lock(&lock);
+    for (;;) {
+        while (ground->jobs == NULL) pthread_cond_wait(&ground->work_there, &lock);
+        job *work = ground->jobs;
+        int worker = work->next_worker++;
+        work->running_helpers++;
+        if (work->next_worker == work->end_worker) leave_list(ground, work);
+        pthread_mutex_unlock(&lock);
+        run_pieces(work, worker);
+        pthread_mutex_lock(&lock);
+        if (--work->running_helpers == 0) pthread_cond_broadcast(&helper_done);
+    }
+    return NULL;
+}
+
+/* A child of fork has none of the threads, and whatever state the lock was in. */
+static void forget_threads(void) {
+    pthread_mutex_init(&lock, NULL);
+    pthread_cond_init(&helper_done, NULL);
+    for (int i = 0; i < 2; i++) {
+        pthread_cond_init(&grounds[i].work_there, NULL);
+        grounds[i].jobs = NULL;
+        grounds[i].num_threads = grounds[i].num_wanted = 0;
+    }
+}
+
+static void prepare(void) { pthread_atfork(NULL, NULL, forget_threads); }
+
+/* Under the lock. */
+static void make_threads(helpers *ground, int count) {
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before); /* signals are for the threads of the program */
+    for (; ground->num_threads < count; ground->num_threads++) {
+        pthread_t thread;
+        if (pthread_create(&thread, NULL, help, ground) != 0) break;
+        pthread_detach(thread);
+    }
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+}
+
+/* Whether anybody still works on it, or has to begin. Under the lock. */
+static int is_running(job *work) {
+    return work->running_helpers > 0 || atomic_load(&work->next_piece) < work->num_pieces;
+}
+
+void pool_run(pool_function function, void *context, int num_pieces, int num_threads,
+              pool_ground ground) {
+    job work = {.function = function, .context = context, .num_pieces = num_pieces};
+    helpers *all = &grounds[ground];
+    atomic_init(&work.next_piece, 0);
+    work.end_worker = num_threads < num_pieces ? num_threads : num_pieces;
+    int num_helpers = ground == FOREGROUND ? work.end_worker - 1 : work.end_worker;
+    if (num_helpers < 1) {
+        run_pieces(&work, 0);
+        return;
+    }
+    pthread_once(&prepared, prepare);
+    pthread_mutex_lock(&lock);
+    /* In the background no job waits for another's threads, having none of its own. */
+    all->num_wanted += num_helpers;
+    make_threads(all, ground == FOREGROUND ? num_helpers : all->num_wanted);
+    int runs_here = ground == FOREGROUND || all->num_threads == 0;
+    work.next_worker = runs_here; /* the caller is 0 */
+    if (work.next_worker < work.end_worker) {
+        work.next = all->jobs;
+        all->jobs = &work;
+    }
+    if (num_helpers == 1)
+        pthread_cond_signal(&all->work_there);
+    else
+        pthread_cond_broadcast(&all->work_there);
+    pthread_mutex_unlock(&lock);
+    if (runs_here) run_pieces(&work, 0);
+    pthread_mutex_lock(&lock);
+    if (runs_here) leave_list(all, &work);
+    while (is_running(&work)) pthread_cond_wait(&helper_done, &lock);
+    leave_list(all, &work);
+    all->num_wanted -= num_helpers;
+    pthread_mutex_unlock(&lock);
+}
