@@ -3,21 +3,22 @@
 The short call is a Lookup of 100 tokens from this process. The long ones come from a process of
 their own, without pause: Lookups of 131,072 tokens, or Prefills. Alone and beside take turns. An
 echo of the same sizes is measured beside the same load, which shows what the load costs by taking
-the machine's cores, whatever the daemon does.
+the machine's cores, whatever the daemon does. The process that makes the load has a lower priority,
+for the echo's turns too: on few cores its own work would delay the short call, not the daemon's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
 
 import grpc
 
 from prefixcache.bench.children import LoadProcess, daemon_process, load_process
 from prefixcache.bench.echo import echo_stub
+from prefixcache.bench.load import LOAD_NICENESS
 from prefixcache.bench.measure import Candidate, Laps, Progress, Rounds, quantile, run_rounds
 from prefixcache.bench.prompts import Prompts
 from prefixcache.bench.report import Ratio, Row, Target
@@ -29,7 +30,7 @@ _P99_ALONE = "p99 alone"
 _P99 = "p99"
 _ECHO = "echo of its size"
 _LIMIT = 3.0
-_ROUNDS = Rounds(fewest=4, most=12, budget_s=40.0)
+_ROUNDS = Rounds(fewest=3, most=6, budget_s=15.0)
 ECHO_REPLY_BYTES = 8
 """As many as a Lookup's reply has, or so."""
 
@@ -58,16 +59,31 @@ class Key:
     quantity: str = "latency"
 
 
+@dataclass(frozen=True, slots=True)
+class FairnessLaps:
+    """Of the short calls, and how many long ones there were in a second, by their names."""
+
+    short: Laps[Key] = field(default_factory=Laps[Key])
+    long: Laps[str] = field(default_factory=Laps[str])
+
+    def clear(self) -> None:
+        self.short.clear()
+        self.long.clear()
+
+    def add_all(self, other: FairnessLaps) -> None:
+        self.short.add_all(other.short)
+        self.long.add_all(other.long)
+
+
 def measure_fairness(
     settings: FairnessSettings, target: str, channel: grpc.Channel, progress: Progress
-) -> tuple[Row, ...]:
-    """Rows of the short call and of its echo, alone and beside, and of how many long ones ran.
+) -> FairnessLaps:
+    """The short call and its echo, alone and beside.
 
     target: the daemon that gets the long Lookups; one that prefills is started here. channel: to
     an echo that replies with ECHO_REPLY_BYTES.
     """
-    laps: Laps[Key] = Laps()
-    long_calls = Laps[str]()
+    laps = FairnessLaps()
     with ExitStack() as stack:
         progress("starting other clients", 0.0)
         prefilling = stack.enter_context(daemon_process("--storage", "cpu", *settings.layout))
@@ -86,23 +102,23 @@ def measure_fairness(
                 _ECHO: echo,
             }
             beside = f"{kind} of {num_tokens:,} tokens".capitalize()
-            turn = Turn(beside, load, calls, settings.calls, laps, long_calls)
+            turn = Turn(beside, load, calls, settings.calls, laps)
             candidates += [turn.alone, turn.beside]
         run_rounds(
             candidates,
             settings.rounds,
-            warmed_up=partial(_clear, laps, long_calls),
+            warmed_up=laps.clear,
             on_round=partial(progress, "short beside long calls"),
         )
+    return laps
+
+
+def fairness_rows(laps: FairnessLaps) -> tuple[Row, ...]:
+    """Of the short call and its echo, and of how many long ones ran."""
     return (
-        *(_row(laps, key) for key in laps if key.quantity != _P99),
-        *(_load_row(long_calls, name) for name in long_calls),
+        *(_row(laps.short, key) for key in laps.short if key.quantity != _P99),
+        *(_load_row(laps.long, name) for name in laps.long),
     )
-
-
-def _clear(*laps: Laps[Any]) -> None:
-    for each in laps:
-        each.clear()
 
 
 class Turn:
@@ -114,11 +130,10 @@ class Turn:
         load: LoadProcess,
         calls: dict[str, Callable[[], object]],
         count: int,
-        laps: Laps[Key],
-        long_calls: Laps[str],
+        laps: FairnessLaps,
     ) -> None:
         self._name, self._load, self._calls, self._count = name, load, calls, count
-        self._laps, self._long_calls = laps, long_calls
+        self._laps, self._long_calls = laps.short, laps.long
 
     def alone(self) -> None:
         for name in self._calls:
@@ -152,7 +167,7 @@ def _row(laps: Laps[Key], key: Key) -> Row:
         section=SECTION,
         name=key.call,
         summary=laps.summary(key),
-        labels={"beside": key.beside},
+        labels={"beside": key.beside, "load_niceness": LOAD_NICENESS},
         ratios=ratios,
         target=Target(_LIMIT, of=_P99_ALONE) if is_beside and not is_echo else None,
     )

@@ -1,7 +1,8 @@
 """A client that makes long calls without pause, for `bench rpc` to measure short ones beside it.
 
 Run as `python -m prefixcache.bench.load TARGET lookup|prefill TOKENS`. It obeys single bytes on
-standard input: `g` begins, `r` rests and prints how many calls there were, the end ends it.
+standard input: `g` begins, `r` rests and prints how many calls there were, the end ends it. It runs
+at a lower priority: see `fairness`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from prefixcache.bench.prompts import Prompts
 from prefixcache.client import Client
 from prefixcache.types import CacheUse
 
+LOAD_NICENESS = 10
 _TIMEOUT_S = 600.0
 _QUERY_HEADS_A_KV_HEAD = 4
 _STDIN = 0
@@ -63,5 +65,6 @@ def obey(call: Callable[[], object]) -> None:
 
 if __name__ == "__main__":
     _target, _kind, _tokens = sys.argv[1:]
+    os.nice(LOAD_NICENESS)
     with Client(_target, timeout_s=_TIMEOUT_S) as _client:
         obey({"lookup": lookups, "prefill": prefills}[_kind](_client, int(_tokens)))

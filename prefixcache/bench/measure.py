@@ -85,6 +85,10 @@ class Laps(Generic[KeyT]):
         """Keep what the last laps of several calls took together."""
         self.add(key, sum(self._samples[part][-1] for part in parts))
 
+    def add_all(self, other: Laps[KeyT]) -> None:
+        for key in other:
+            self._samples.setdefault(key, []).extend(other.samples(key))
+
     def now(self) -> float:
         return self._clock()
 
