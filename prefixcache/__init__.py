@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         AsyncSequence,
         AsyncStepStream,
         Client,
+        Credentials,
         Pending,
         PoolStats,
         Sequence,
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
         SessionInfo,
         Step,
         StepStream,
+        TlsCredentials,
     )
     from prefixcache.types import (
         AppendResult,
@@ -54,6 +56,7 @@ __all__ = [
     "CacheUse",
     "Client",
     "CommitResult",
+    "Credentials",
     "ExtraKeys",
     "FullHit",
     "LookupResult",
@@ -70,6 +73,7 @@ __all__ = [
     "SessionInfo",
     "Step",
     "StepStream",
+    "TlsCredentials",
     "__version__",
     "errors",
 ]
@@ -80,6 +84,7 @@ _CLIENT_NAMES = frozenset(
         "AsyncSequence",
         "AsyncStepStream",
         "Client",
+        "Credentials",
         "Pending",
         "PoolStats",
         "Sequence",
@@ -88,6 +93,7 @@ _CLIENT_NAMES = frozenset(
         "SessionInfo",
         "Step",
         "StepStream",
+        "TlsCredentials",
     }
 )
 

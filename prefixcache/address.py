@@ -18,6 +18,8 @@ from prefixcache.errors import InvalidArgumentError
 MAX_SOCKET_PATH_BYTES = 107
 """Linux keeps a socket's path in 108 bytes, the last of which is 0 (unix(7), `sun_path`)."""
 SOCKET_NAME = "prefixcache.sock"
+PEER_SUFFIX = ".peer"
+"""After a daemon's socket: the one where it learns which user a client is."""
 SYSTEM_FOLDER = "/run/prefixcache"
 
 _FORMS = "write host:port, [ipv6]:port or unix:/path"

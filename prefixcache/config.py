@@ -98,8 +98,8 @@ class NetworkSection(Section):
     )
     insecure: bool = _setting(
         False,
-        "Allow TCP addresses that are not loopback, although there is neither TLS nor access "
-        "control: whoever reaches the port can use the cache.",
+        "Allow TCP addresses that are not loopback without both TLS and access control: what is "
+        "missing, whoever reaches the port can read along, or use the cache.",
     )
     max_message_bytes: Size = _setting(
         256 * 2**20,
@@ -121,6 +121,15 @@ class NetworkSection(Section):
         """`listen`, parsed."""
         return tuple(parse_address(text) for text in self.listen)
 
+    @property
+    def open_addresses(self) -> tuple[TcpAddress, ...]:
+        """Those that other machines may reach."""
+        return tuple(
+            address
+            for address in self.addresses
+            if isinstance(address, TcpAddress) and not address.is_loopback
+        )
+
     @model_validator(mode="after")
     def _check(self) -> Self:
         try:
@@ -130,13 +139,38 @@ class NetworkSection(Section):
         for address in addresses:
             if addresses.count(address) > 1 and getattr(address, "port", None) != 0:
                 raise InvalidArgumentError("--listen", f"{str(address)!r} is given twice")
-            if isinstance(address, TcpAddress) and not address.is_loopback and not self.insecure:
-                raise InvalidArgumentError(
-                    "--listen",
-                    f"{str(address)!r} can be reached from other machines, and there is no TLS "
-                    "and no access control yet: every caller could read and fill the cache. Use "
-                    "a loopback address or a Unix socket, or accept that with --insecure",
-                )
+        return self
+
+
+class AccessSection(Section):
+    title: ClassVar[str] = "Access control"
+
+    auth: Path | None = _setting(
+        None,
+        "TOML file that says whose the credentials of callers are. Left out, there is no access "
+        "control. Read again on SIGHUP.",
+    )
+    tls_cert: Path | None = _setting(
+        None,
+        "Certificate of TCP ports, with its chain (PEM); they have TLS then. Read again on "
+        "SIGHUP, as are the key and the CA.",
+    )
+    tls_key: Path | None = _setting(None, "Private key of --tls-cert (PEM).")
+    tls_client_ca: Path | None = _setting(
+        None, "Clients of TCP ports must have a certificate that this CA has signed (PEM)."
+    )
+
+    @property
+    def has_tls(self) -> bool:
+        return self.tls_cert is not None
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if (self.tls_cert is None) != (self.tls_key is None):
+            missing = "--tls-cert" if self.tls_cert is None else "--tls-key"
+            raise InvalidArgumentError(missing, "is missing: a certificate and its key go together")
+        if self.tls_client_ca is not None and self.tls_cert is None:
+            raise InvalidArgumentError("--tls-client-ca", "needs --tls-cert and --tls-key")
         return self
 
 
@@ -488,6 +522,7 @@ class ServeConfig:
     """All sections, checked against each other."""
 
     network: NetworkSection
+    access: AccessSection
     pool: PoolSection
     model: ModelSection
     cache: CacheSection
@@ -498,6 +533,7 @@ class ServeConfig:
     process: ProcessSection
 
     def __post_init__(self) -> None:
+        self._check_exposure()
         if self.pool.storage == "none" and self.model.kv_dtype != "auto":
             raise InvalidArgumentError("--kv-dtype", "cannot go with --storage none")
         missing = self.model.missing_flags
@@ -511,6 +547,26 @@ class ServeConfig:
             raise InvalidArgumentError(
                 "--record", "cannot go with --no-prefix-caching, which hashes nothing"
             )
+
+    def _check_exposure(self) -> None:
+        for address in self.network.open_addresses if not self.network.insecure else ():
+            if self._is_missing:
+                raise InvalidArgumentError(
+                    "--listen",
+                    f"{str(address)!r} can be reached from other machines, and there is no "
+                    f"{self._is_missing}. Give that, or use a loopback address or a Unix socket, "
+                    "or accept it with --insecure",
+                )
+
+    @property
+    def _is_missing(self) -> str:
+        """What a port that other machines reach should have and has not."""
+        parts = []
+        if not self.access.has_tls:
+            parts.append("TLS (--tls-cert, --tls-key)")
+        if self.access.auth is None:
+            parts.append("access control (--auth)")
+        return " and no ".join(parts)
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -526,11 +582,11 @@ class ServeConfig:
                 f"--no-verify-hits with {self.cache.hash_algorithm}: a forged collision gives a "
                 "prompt the K/V of another"
             )
-        found += [
-            f"{address} can be reached from other machines, without access control"
-            for address in self.network.addresses
-            if isinstance(address, TcpAddress) and not address.is_loopback
-        ]
+        if self._is_missing:
+            found += [
+                f"{address} can be reached from other machines, with no {self._is_missing}"
+                for address in self.network.open_addresses
+            ]
         metrics = self.metrics.address
         if isinstance(metrics, TcpAddress) and not metrics.is_loopback:
             found.append(

@@ -29,6 +29,8 @@ PrefixCacheError
 │   └── WaitedTooLongError          the call has waited for a thread as long as one may
 ├── AbortedError
 │   └── SequenceBusyError           a call is running on the sequence
+├── UnauthenticatedError            no credentials, or none that the daemon knows
+├── PermissionDeniedError           the caller's role does not admit the call
 ├── UnavailableError                the daemon cannot be reached
 │   └── DrainingError               the daemon is stopping
 ├── DeadlineExceededError
@@ -67,6 +69,7 @@ __all__ = [
     "NotComputedError",
     "NotFoundError",
     "OvertakenError",
+    "PermissionDeniedError",
     "PrefixCacheError",
     "RequestIdConflictError",
     "ResourceExhaustedError",
@@ -80,6 +83,7 @@ __all__ = [
     "TooManySequencesError",
     "TooManySessionsError",
     "TooManyStreamsError",
+    "UnauthenticatedError",
     "UnavailableError",
     "WaitedTooLongError",
     "WrongPositionError",
@@ -371,6 +375,23 @@ class SequenceBusyError(AbortedError):
     def __init__(self, sequence_id: int) -> None:
         super().__init__(
             f"a call is running on sequence {sequence_id:#018x}", {"sequence_id": sequence_id}
+        )
+
+
+class UnauthenticatedError(PrefixCacheError):
+    reason = "UNAUTHENTICATED"
+
+    def __init__(self, problem: str) -> None:
+        super().__init__(f"the daemon asks for credentials: {problem}")
+
+
+class PermissionDeniedError(PrefixCacheError):
+    reason = "PERMISSION_DENIED"
+
+    def __init__(self, needed_role: str) -> None:
+        super().__init__(
+            f"the call needs the role {needed_role}, which the caller has not",
+            {"needed_role": needed_role},
         )
 
 

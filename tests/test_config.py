@@ -241,9 +241,50 @@ def test_kv_may_be_quantised(values: dict[str, object]) -> None:
 def test_addresses_of_other_machines_need_insecure(address: str) -> None:
     error = refusal({**MINIMAL, "listen": [address]})
     assert error.field == "--listen"
-    assert "no TLS and no access control" in str(error)
+    assert "no TLS (--tls-cert, --tls-key) and no access control (--auth)" in str(error)
     config = config_with(listen=[address], insecure=True)
     assert any(address in warning for warning in config.warnings)
+
+
+TLS = {"tls_cert": "cert.pem", "tls_key": "key.pem"}
+AUTH = {"auth": "auth.toml"}
+MTLS = {**TLS, "tls_client_ca": "ca.pem"}
+
+
+@pytest.mark.parametrize(
+    ("given", "missing"),
+    [
+        (TLS, "no access control (--auth)"),
+        (MTLS, "no access control (--auth)"),
+        (AUTH, "no TLS (--tls-cert, --tls-key)"),
+    ],
+)
+def test_tls_or_access_control_alone_is_not_enough_for_other_machines(
+    given: dict[str, str], missing: str
+) -> None:
+    error = refusal({**MINIMAL, **given, "listen": ["0.0.0.0:1"]})
+    assert error.field == "--listen"
+    assert f"there is {missing}. " in str(error)
+    config = config_with(**given, listen=["0.0.0.0:1"], insecure=True)
+    assert config.warnings == (f"0.0.0.0:1 can be reached from other machines, with {missing}",)
+    config_with(**given, listen=["127.0.0.1:1", "unix:a"])
+
+
+@pytest.mark.parametrize("tls", [TLS, MTLS])
+def test_with_tls_and_access_control_other_machines_may_call(tls: dict[str, str]) -> None:
+    assert not config_with(**tls, **AUTH, listen=["0.0.0.0:1", "[::]:1"]).warnings
+
+
+@pytest.mark.parametrize(
+    ("given", "field"),
+    [
+        ({"tls_cert": "c"}, "--tls-key"),
+        ({"tls_key": "k"}, "--tls-cert"),
+        ({"tls_client_ca": "a"}, "--tls-client-ca"),
+    ],
+)
+def test_the_files_of_tls_go_together(given: dict[str, str], field: str) -> None:
+    assert refusal({**MINIMAL, **given}).field == field
 
 
 def test_one_address_twice_is_refused_but_for_free_ports() -> None:

@@ -29,6 +29,7 @@ from prefixcache.core.append_batch import AppendBatch
 from prefixcache.core.sequence import AppendRow, CommitRow, Prompt
 from prefixcache.rpc import wire
 from prefixcache.server.cache_service import CacheService
+from prefixcache.server.callers import ANYONE
 from prefixcache.server.daemon import CacheOptions, Daemon
 from prefixcache.types import NO_EXTRA_KEYS, AllocateResult, FullHit, TokenIds
 
@@ -113,7 +114,7 @@ def _round(
         timed(TRANSPORT, echo)
         call, data = timed(PARTS[0], partial(_serialized, subject))
         request = timed("parse", partial(method.request.FromString, data))
-        reply = timed(SERVICER, partial(servicer, request))
+        reply = timed(SERVICER, partial(servicer, request, ANYONE))
         data = timed("reply", reply.SerializeToString)
         subject.undo(timed("client: reply", partial(_read, call, twin_reply, data)))
         subject.undo(timed(CORE, subject.core()))

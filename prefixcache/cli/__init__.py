@@ -1,4 +1,4 @@
-"""The command line: `prefixcache serve | info | stats | lookup | replay | analyze | bench`.
+"""The command line: `prefixcache serve | info | stats | lookup | replay | analyze | token | bench`.
 
 Owns the list of commands and the exit codes: 0 ok, 1 failure, 2 usage. Each command is the
 function of its name in the module of its name, which is imported only when it is called: the
@@ -29,6 +29,7 @@ COMMANDS = {
     "lookup": "Ask how much of a prompt is cached; changes nothing.",
     "replay": "Count hits and evictions of a request trace, exactly.",
     "analyze": "Size the pool from request traces: hits by pool size, working set, reuse.",
+    "token": "Make bearer tokens for callers.",
     "bench": "Measure the cache, its RPCs and attention, beside floors of the same run.",
 }
 """Commands and the first line of their help."""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from prefixcache.cli import TYPER_SETTINGS
+from prefixcache.cli.credentials import no_credentials
 from prefixcache.cli.daemon import DEFAULT_TIMEOUT_S, AsJson, connect
 from prefixcache.cli.output import print_json
 from prefixcache.cli.plotting import PlotFile, check_plotting
@@ -152,8 +153,8 @@ def rpc(
         str | None,
         typer.Option(
             metavar="ADDR",
-            help="A daemon that runs already, best one of --storage none; its cache is used. "
-            "By default one is started.",
+            help="A daemon that runs already, without access control and best of --storage none; "
+            "its cache is used. By default one is started.",
         ),
     ] = None,
     tokens: Annotated[int, typer.Option(min=32, help="Length of prompts.")] = 2_000,
@@ -172,7 +173,7 @@ def rpc(
     if rounds is not None:
         settings = with_rounds(settings, rounds)
     if target is not None:
-        with connect(target, DEFAULT_TIMEOUT_S) as client:
+        with connect(target, DEFAULT_TIMEOUT_S, no_credentials) as client:
             client.server_info()
     with _progress() as show:
         report = bench_rpc(settings, show)

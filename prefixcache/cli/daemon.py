@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from prefixcache.address import default_target, parse_address
+from prefixcache.cli.credentials import MakeCredentials
 from prefixcache.errors import DeadlineExceededError, InvalidArgumentError, UnavailableError
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 @contextmanager
-def connect(target: str | None, timeout_s: float) -> Iterator[Client]:
+def connect(target: str | None, timeout_s: float, credentials: MakeCredentials) -> Iterator[Client]:
     """A client of the daemon. Raises InvalidArgumentError for a target that is no address.
 
     A daemon that cannot be reached, or does not answer, is named in the error.
@@ -50,7 +51,7 @@ def connect(target: str | None, timeout_s: float) -> Iterator[Client]:
     from prefixcache.client import Client
 
     try:
-        with Client(address, timeout_s=timeout_s) as client:
+        with Client(address, timeout_s=timeout_s, credentials=credentials()) as client:
             yield client
     except DeadlineExceededError as error:
         raise DeadlineExceededError(

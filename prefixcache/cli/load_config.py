@@ -99,6 +99,10 @@ def _check_host(config: ServeConfig) -> None:
     files = {
         "--model-config": config.model.model_config_path,
         "--kv-scale-file": config.model.kv_scale_file,
+        "--auth": config.access.auth,
+        "--tls-cert": config.access.tls_cert,
+        "--tls-key": config.access.tls_key,
+        "--tls-client-ca": config.access.tls_client_ca,
     }
     for flag, path in files.items():
         if path is not None and not path.is_file():

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from prefixcache.cli.credentials import MakeCredentials, takes_credentials
 from prefixcache.cli.daemon import DEFAULT_TIMEOUT_S, AsJson, Target, Timeout, connect
 from prefixcache.cli.output import print_json, print_rows, to_json
 from prefixcache.types import ExtraKeys, FullHit, Lora
@@ -26,7 +27,9 @@ class _FullHitName(StrEnum):
     LAST_BLOCK = "last_block"
 
 
+@takes_credentials
 def lookup(
+    credentials: MakeCredentials,
     tokens: Annotated[
         list[str] | None,
         typer.Argument(metavar="TOKEN", help="Token ids of the prompt, or - for stdin."),
@@ -62,7 +65,7 @@ def lookup(
     if lora_path and not lora:
         raise typer.BadParameter("needs --lora", param_hint="--lora-path")
     token_ids = _read_tokens(tokens or [], tokens_file)
-    with connect(target, timeout) as client:
+    with connect(target, timeout, credentials) as client:
         result = client.lookup(
             token_ids,
             extra_keys=ExtraKeys(lora=Lora(lora, lora_path) if lora else None, cache_salt=salt),

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from prefixcache.cli.credentials import MakeCredentials, takes_credentials
 from prefixcache.cli.daemon import AsJson, connect
 from prefixcache.cli.progress import progress_bar
 from prefixcache.cli.trace import TraceBlock, TracePath, check_divides, open_trace
@@ -52,8 +53,10 @@ class _Run:
     hash_algorithm: str
 
 
+@takes_credentials
 def replay(
     trace_path: TracePath,
+    credentials: MakeCredentials,
     blocks: Annotated[
         str | None,
         typer.Option(
@@ -105,7 +108,7 @@ def replay(
         check_divides(size, trace.trace_block)
         _run(trace, _in_process(trace, sizes, size, hash_algorithm or "sha256_cbor"), as_json)
         return
-    with connect(target, _TIMEOUT_S) as client:
+    with connect(target, _TIMEOUT_S, credentials) as client:
         info = client.server_info()
         _check_options(info, blocks, block_size, hash_algorithm)
         trace = open_trace(trace_path, trace_block, first)

@@ -12,6 +12,7 @@ import typer
 from rich.live import Live
 from rich.text import Text
 
+from prefixcache.cli.credentials import MakeCredentials, takes_credentials
 from prefixcache.cli.daemon import DEFAULT_TIMEOUT_S, AsJson, Target, Timeout, connect
 from prefixcache.cli.output import Rows, make_table, print_json, print_rows, to_json
 
@@ -26,7 +27,9 @@ Rates = dict[str, float]
 """Counts a second, by the name of the counter."""
 
 
+@takes_credentials
 def stats(
+    credentials: MakeCredentials,
     interval: Annotated[
         float | None,
         typer.Argument(
@@ -51,7 +54,7 @@ def stats(
     """Show the hit rate, the pool's fill and other counts of a daemon."""
     if interval is not None and not watch:
         raise typer.BadParameter("needs --watch", param_hint="SECONDS")
-    with connect(target, timeout) as client:
+    with connect(target, timeout, credentials) as client:
         if watch:
             with suppress(KeyboardInterrupt):  # the way to end it
                 _watch(client.stats, interval or _DEFAULT_INTERVAL_S, as_json)

@@ -8,6 +8,7 @@ from prefixcache.client.aio import AsyncClient
 from prefixcache.client.aio_sequence import AsyncSequence
 from prefixcache.client.aio_steps import AsyncStepStream
 from prefixcache.client.channel import channel_options
+from prefixcache.client.credentials import Credentials, TlsCredentials
 from prefixcache.client.results import SequenceInfo, ServerInfo, SessionInfo
 from prefixcache.client.step import Pending, Step
 from prefixcache.client.sync import Client
@@ -20,6 +21,7 @@ __all__ = [
     "AsyncSequence",
     "AsyncStepStream",
     "Client",
+    "Credentials",
     "Pending",
     "PoolStats",
     "Sequence",
@@ -28,5 +30,6 @@ __all__ = [
     "SessionInfo",
     "Step",
     "StepStream",
+    "TlsCredentials",
     "channel_options",
 ]

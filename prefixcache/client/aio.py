@@ -31,6 +31,12 @@ from prefixcache.client.channel import (
     make_stubs,
     resolve_address,
 )
+from prefixcache.client.credentials import (
+    NO_CREDENTIALS,
+    Bearer,
+    Credentials,
+    make_channel,
+)
 from prefixcache.client.home_process import AsyncProcess, HomeProcess
 from prefixcache.client.lease import Lease, owner_of, rows_by_lease
 from prefixcache.client.lost_requests import FREE_TIMEOUT_S, LostRequest
@@ -44,6 +50,7 @@ from prefixcache.errors import (
     FailedPreconditionError,
     InvalidArgumentError,
     SessionLostError,
+    UnauthenticatedError,
 )
 from prefixcache.rpc.status import from_rpc_error
 from prefixcache.types import (
@@ -77,6 +84,8 @@ class AsyncClient:
         so long. None for no session: sequences live until the client has made no call for the
         daemon's `owner_ttl_s`.
     client_name: what operators see of the session, at most 128 bytes.
+    credentials: what a daemon with access control asks for. On a Unix socket the user that this
+        process runs as may be enough, and nothing is to be given.
     channel: instead of a target, a channel that stays the caller's to close; it is best made with
         `channel_options()`.
 
@@ -103,6 +112,7 @@ class AsyncClient:
         max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
         session_ttl_s: float | None = DEFAULT_SESSION_TTL_S,
         client_name: str = "",
+        credentials: Credentials = NO_CREDENTIALS,
         channel: grpc.aio.Channel | None = None,
     ) -> None:
         if (target is None) == (channel is None):
@@ -113,10 +123,12 @@ class AsyncClient:
         if channel is None:
             options = channel_options(max_message_bytes)
             address = resolve_address(target or "")
-            channel = grpc.aio.insecure_channel(address.target, options)
+            channel = make_channel(grpc.aio, address, credentials, options)
             self._own_channel = channel
         self._home = HomeProcess(address)
-        self._stubs = make_stubs(channel)
+        self._bearer = Bearer(credentials, address)
+        weakref.finalize(self, self._bearer.close)
+        self._stubs = make_stubs(channel, self._bearer)
         self._timeout_s = timeout_s
         self._fingerprint = expected_fingerprint
         self._session_ttl_s = session_ttl_s
@@ -146,6 +158,7 @@ class AsyncClient:
         finally:
             if self._own_channel is not None:
                 await self._own_channel.close()
+            self._bearer.close()
 
     async def __aenter__(self) -> Self:
         return self
@@ -447,20 +460,34 @@ class AsyncClient:
         return await self._send(call, timeout_s, lease)
 
     async def _send(
-        self, call: Call[ResultT], timeout_s: float | None, lease: Lease | None = None
+        self,
+        call: Call[ResultT],
+        timeout_s: float | None,
+        lease: Lease | None = None,
+        *,
+        is_repeat: bool = False,
     ) -> ResultT:
+        """is_repeat: with a new ticket, after the call was refused."""
         self._check_open()
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
         if not call.goes_on:
             await self._free_lost(self._lease, self._lease.due_requests(), timeout_s)
+        version = self._bearer.version
         try:
             reply = await self._reply(call, timeout_s, lease)
         except grpc.RpcError as failure:
             error = from_rpc_error(failure)
+            is_refused = isinstance(error, UnauthenticatedError) and not is_repeat
+            if is_refused and await self._renewed(version):
+                return await self._send(call, timeout_s, lease, is_repeat=True)
             if lease is not None:
                 error = lease.failed(error, call.request_ids)
             raise error from failure
         return call.read(reply)
+
+    async def _renewed(self, version: int) -> bool:
+        """Whether the same call may succeed now. Not in the event loop, which it would hold up."""
+        return await asyncio.to_thread(self._bearer.renew, version)
 
     async def _free_lost(self, lease: Lease, lost: list[LostRequest], timeout_s: float) -> None:
         """What fails here is tried again ahead of a later call."""

@@ -13,6 +13,7 @@ import grpc
 import grpc.aio
 
 from prefixcache.address import Address, parse_address
+from prefixcache.client.credentials import Bearer
 from prefixcache.errors import InvalidArgumentError
 from prefixcache.rpc import wire
 
@@ -116,16 +117,17 @@ def service_config() -> str:
     return json.dumps({"methodConfig": [{"name": names, "retryPolicy": policy}]})
 
 
-def make_stubs(channel: Any) -> dict[str, Any]:
+def make_stubs(channel: Any, bearer: Bearer) -> dict[str, Any]:
     """A callable for each RPC, by its name; requests and replies are twins."""
     stubs = {}
     for method in wire.methods():
         request = wire.twin(method.request.DESCRIPTOR.name)
         response = wire.twin(method.response.DESCRIPTOR.name)
         make = channel.stream_stream if method.is_stream else channel.unary_unary
-        stubs[method.name] = make(
+        stub = make(
             method.path,
             request_serializer=request.SerializeToString,
             response_deserializer=response.FromString,
         )
+        stubs[method.name] = bearer.on(stub, is_stream=method.is_stream)
     return stubs

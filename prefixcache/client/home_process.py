@@ -15,7 +15,7 @@ import socket
 import stat
 import weakref
 
-from prefixcache.address import Address, TcpAddress, UnixAddress
+from prefixcache.address import PEER_SUFFIX, Address, TcpAddress, UnixAddress
 from prefixcache.errors import ForkedClientError
 
 
@@ -42,7 +42,8 @@ class HomeProcess:
         """peer: the other end of a socket, as the kernel names it."""
         if isinstance(self._address, UnixAddress):
             path = self._address.path
-            return peer in (path, os.path.abspath(path))
+            paths = (path, os.path.abspath(path))
+            return peer in paths or peer in [path + PEER_SUFFIX for path in paths]
         assert self._address is not None
         return isinstance(peer, tuple) and _is_at(self._address, peer[0], peer[1])
 

@@ -109,6 +109,8 @@ class SessionInfo:
     """It has a KeepAlive stream now."""
     num_sequences: int
     age_s: float
+    tenant: str
+    """Whose client it is; empty without access control."""
 
 
 @dataclass(frozen=True, slots=True)

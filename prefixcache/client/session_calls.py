@@ -48,6 +48,7 @@ def _read_page(reply: Any) -> SessionPage:
                 is_connected=info.is_connected,
                 num_sequences=info.num_sequences,
                 age_s=info.age_s,
+                tenant=info.tenant,
             )
             for info in reply.sessions
         ),

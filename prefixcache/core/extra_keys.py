@@ -6,6 +6,8 @@ that grows or is cut. All functions are pure.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
 import cbor2
 
 from prefixcache.errors import InvalidArgumentError
@@ -20,16 +22,45 @@ ExtraKey = tuple[str | int | bytes, ...]
 """One tagged extra key, such as `("lora", name, path)`."""
 
 
+@dataclass(frozen=True, slots=True)
+class NamespacedKeys(ExtraKeys):
+    """Extra keys of a tenant's prompt: blocks are shared within `namespace` and no further.
+
+    Made by the daemon alone: neither the wire nor the clients' `ExtraKeys` has the field.
+    """
+
+    namespace: str = ""
+
+    def __bool__(self) -> bool:
+        return True
+
+
+def in_namespace(extra_keys: ExtraKeys, namespace: str) -> ExtraKeys:
+    """The keys of a prompt in that namespace; an empty one is that of no tenant."""
+    if not namespace:
+        return extra_keys
+    return NamespacedKeys(
+        extra_keys.lora,
+        extra_keys.multimodal_items,
+        extra_keys.cache_salt,
+        extra_keys.prompt_embeds,
+        namespace,
+    )
+
+
 def block_extra_keys(
     extra_keys: ExtraKeys, first_block: int, num_blocks: int, block_size: int
 ) -> list[bytes] | None:
     """Canonical CBOR of the extra keys of blocks `first_block ..< first_block + num_blocks`.
 
     `b""` stands for a block without extra keys; None for no extra keys in any of them. The order
-    within a block is LoRA, multimodal items, cache salt, prompt embeddings; items by offset.
+    within a block is tenant, LoRA, multimodal items, cache salt, prompt embeddings; items by
+    offset.
     """
     if not extra_keys or num_blocks == 0:
         return None
+    if not (extra_keys.lora or extra_keys.multimodal_items or extra_keys.prompt_embeds):
+        return _first_block_keys(extra_keys, num_blocks) if first_block == 0 else None
     keys: list[list[ExtraKey]] = [[] for _ in range(num_blocks)]
 
     def overlapped(offset: int, num_tokens: int) -> range:
@@ -37,6 +68,8 @@ def block_extra_keys(
         last = min(-(-(offset + num_tokens) // block_size), first_block + num_blocks)
         return range(first, last)
 
+    if first_block == 0:
+        keys[0] += _tenant_key(extra_keys)
     if extra_keys.lora:
         tag = ("lora", extra_keys.lora.name, extra_keys.lora.path)
         for block in keys:
@@ -45,14 +78,28 @@ def block_extra_keys(
         for block_index in overlapped(item.offset, item.num_tokens):
             start = item.offset - block_index * block_size
             keys[block_index - first_block].append(("mm", item.identifier, start))
-    if extra_keys.cache_salt and first_block == 0:
-        keys[0].append(("cache_salt", extra_keys.cache_salt))
+    if first_block == 0:
+        keys[0] += _salt_key(extra_keys)
     for embeds in sorted(extra_keys.prompt_embeds, key=lambda embeds: embeds.offset):
         base = embeds.offset // block_size
         for block_index in overlapped(embeds.offset, embeds.num_tokens):
             digest = embeds.digests[block_index - base]
             keys[block_index - first_block].append(("prompt_embeds", digest))
     return _encode_keys(keys)
+
+
+def _first_block_keys(extra_keys: ExtraKeys, num_blocks: int) -> list[bytes]:
+    """Of keys that the first block alone has: no step a block."""
+    tail = cbor2.dumps((*_tenant_key(extra_keys), *_salt_key(extra_keys)), canonical=True)
+    return [tail] + [b""] * (num_blocks - 1)
+
+
+def _tenant_key(extra_keys: ExtraKeys) -> list[ExtraKey]:
+    return [("tenant", extra_keys.namespace)] if isinstance(extra_keys, NamespacedKeys) else []
+
+
+def _salt_key(extra_keys: ExtraKeys) -> list[ExtraKey]:
+    return [("cache_salt", extra_keys.cache_salt)] if extra_keys.cache_salt else []
 
 
 def _encode_keys(keys: list[list[ExtraKey]]) -> list[bytes] | None:
@@ -119,14 +166,13 @@ def _check_span(name: str, offset: int, num_tokens: int, first_token: int, end_t
 
 
 def merge_extra_keys(left: ExtraKeys, right: ExtraKeys) -> ExtraKeys:
-    """Items of an Append join those of the sequence; LoRA and salt stay as they are."""
+    """Items of an Append join those of the sequence; the rest stays as it is."""
     if not right:
         return left
-    return ExtraKeys(
-        left.lora,
-        left.multimodal_items + right.multimodal_items,
-        left.cache_salt,
-        left.prompt_embeds + right.prompt_embeds,
+    return replace(
+        left,
+        multimodal_items=left.multimodal_items + right.multimodal_items,
+        prompt_embeds=left.prompt_embeds + right.prompt_embeds,
     )
 
 
@@ -154,4 +200,4 @@ def cut_extra_keys(extra_keys: ExtraKeys, num_tokens: int, block_size: int) -> E
             length = min(span.num_tokens, num_tokens - span.offset)
             num_blocks = -(-(span.offset + length) // block_size) - span.offset // block_size
             embeds.append(PromptEmbeds(span.offset, length, span.digests[:num_blocks]))
-    return ExtraKeys(extra_keys.lora, items, extra_keys.cache_salt, tuple(embeds))
+    return replace(extra_keys, multimodal_items=items, prompt_embeds=tuple(embeds))

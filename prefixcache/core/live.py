@@ -50,6 +50,7 @@ class SessionInfo:
     serial: int
     digest: str
     client_name: str
+    tenant: str
     ttl_s: float
     left_s: float
     is_connected: bool
@@ -274,6 +275,7 @@ class LiveSequences:
                         serial=session.serial,
                         digest=session.digest,
                         client_name=session.client_name,
+                        tenant=session.tenant,
                         ttl_s=session.ttl_s,
                         left_s=self.sessions.seconds_left(session),
                         is_connected=session.stream is not None,

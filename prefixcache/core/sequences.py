@@ -467,9 +467,11 @@ class Sequences:
 
     # ---- sessions
 
-    def open_session(self, ttl_s: float, client_name: str, request_id: str = "") -> Session:
+    def open_session(
+        self, ttl_s: float, client_name: str, request_id: str = "", tenant: str = ""
+    ) -> Session:
         """`Sessions.open`; its id is the owner of what is allocated in it."""
-        return self.live.sessions.open(ttl_s, client_name, request_id)
+        return self.live.sessions.open(ttl_s, client_name, request_id, tenant)
 
     def close_session(self, session_id: bytes) -> int:
         """End a session and its sequences; returns how many. Raises SessionNotFoundError."""

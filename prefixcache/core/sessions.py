@@ -1,9 +1,11 @@
 """Sessions: leases that clients hold, and when each of them ends.
 
 A session is the owner of its sequences; its id, made here, is longer than an owner that a client
-makes up, so that a call in a session that is gone is told from one of a new owner. Owns the table
-of sessions and their times; `LiveSequences` owns what they hold. The pattern is etcd's: a lease
-lives as long as it is renewed. Guarded by the core's lock; the clock is injected.
+makes up, so that a call in a session that is gone is told from one of a new owner. With tenants,
+owners are known here by keys that a tenant's name is mixed into (`owner_key`): whoever knows the
+bytes of another tenant's owner still cannot name it. Owns the table of sessions and their times;
+`LiveSequences` owns what they hold. The pattern is etcd's: a lease lives as long as it is renewed.
+Guarded by the core's lock; the clock is injected.
 
 A session ends `ttl_s` after its last beat or call, and, once a KeepAlive stream of it has broken,
 `reconnect_grace_s` later unless another stream is there by then. A call renews the first of the
@@ -47,12 +49,15 @@ class SessionLimits:
 class Session:
     """One lease.
 
+    session_id: its owner key. lease_id: what its client names it by.
     stream: number of its KeepAlive stream; None if there is none now.
     broken_at_s: when its last stream broke; None while one is there, and before the first one.
     settled: its client waits for no call of this number or a lower one any more.
     """
 
     session_id: bytes
+    lease_id: bytes
+    tenant: str
     serial: int
     client_name: str
     ttl_s: float
@@ -80,6 +85,16 @@ class CallOrder(NamedTuple):
     settled: int
 
 
+def owner_key(tenant: str, owner: bytes) -> bytes:
+    """What the owner that a tenant's client names is known by: as long, and nobody else's.
+
+    tenant: empty without access control; then it is the owner itself.
+    """
+    if not tenant:
+        return owner
+    return hashlib.sha256(owner + tenant.encode()).digest()[: len(owner)]
+
+
 def is_session_id(owner: bytes) -> bool:
     return len(owner) == SESSION_ID_BYTES
 
@@ -96,7 +111,7 @@ class Sessions:
         self.limits = limits
         self._clock = clock
         self._by_id: dict[bytes, Session] = {}
-        self._by_request_id: dict[str, Session] = {}
+        self._by_request_id: dict[tuple[str, str], Session] = {}
         self._last_serial = 0
         self._last_stream = 0
 
@@ -109,12 +124,14 @@ class Sessions:
     def __contains__(self, session_id: bytes) -> bool:
         return session_id in self._by_id
 
-    def open(self, ttl_s: float, client_name: str, request_id: str = "") -> Session:
+    def open(
+        self, ttl_s: float, client_name: str, request_id: str = "", tenant: str = ""
+    ) -> Session:
         """A new session, or the one that a request with this retry key has opened.
 
         Raises TooManySessionsError, or RequestIdConflictError if that one has another TTL or name.
         """
-        earlier = self._by_request_id.get(request_id)
+        earlier = self._by_request_id.get((tenant, request_id))
         if earlier is not None:
             if (earlier.ttl_s, earlier.client_name) != (ttl_s, client_name):
                 raise RequestIdConflictError(request_id)
@@ -123,8 +140,11 @@ class Sessions:
             raise TooManySessionsError(self.limits.max_sessions)
         now = self._clock()
         self._last_serial += 1
+        lease_id = secrets.token_bytes(SESSION_ID_BYTES)
         session = Session(
-            session_id=secrets.token_bytes(SESSION_ID_BYTES),
+            session_id=owner_key(tenant, lease_id),
+            lease_id=lease_id,
+            tenant=tenant,
             serial=self._last_serial,
             client_name=client_name,
             ttl_s=ttl_s,
@@ -134,7 +154,7 @@ class Sessions:
         )
         self._by_id[session.session_id] = session
         if request_id:
-            self._by_request_id[request_id] = session
+            self._by_request_id[tenant, request_id] = session
         return session
 
     def find(self, session_id: bytes) -> Session:
@@ -183,7 +203,7 @@ class Sessions:
     def remove(self, session: Session) -> None:
         del self._by_id[session.session_id]
         if session.request_id:
-            del self._by_request_id[session.request_id]
+            del self._by_request_id[session.tenant, session.request_id]
 
     def expired(self) -> list[Session]:
         """Those whose time is over now."""

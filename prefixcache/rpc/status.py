@@ -32,6 +32,8 @@ STATUS_CODES: dict[type[PrefixCacheError], grpc.StatusCode] = {
     errors.FailedPreconditionError: grpc.StatusCode.FAILED_PRECONDITION,
     errors.ResourceExhaustedError: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.AbortedError: grpc.StatusCode.ABORTED,
+    errors.UnauthenticatedError: grpc.StatusCode.UNAUTHENTICATED,
+    errors.PermissionDeniedError: grpc.StatusCode.PERMISSION_DENIED,
     errors.UnavailableError: grpc.StatusCode.UNAVAILABLE,
     errors.DeadlineExceededError: grpc.StatusCode.DEADLINE_EXCEEDED,
     errors.CancelledCallError: grpc.StatusCode.CANCELLED,

@@ -8,6 +8,7 @@ import re
 from prefixcache.core.sessions import owner_digest
 from prefixcache.errors import InvalidArgumentError
 from prefixcache.rpc._pb import admin_pb2
+from prefixcache.server.callers import Caller
 from prefixcache.server.daemon import Daemon
 
 DEFAULT_PAGE_SIZE = 100
@@ -20,20 +21,24 @@ class AdminService:
         self._daemon = daemon
         self._sequences = daemon.sequences
 
-    def get_stats(self, request: admin_pb2.GetStatsRequest) -> admin_pb2.GetStatsResponse:
+    def get_stats(
+        self, request: admin_pb2.GetStatsRequest, caller: Caller
+    ) -> admin_pb2.GetStatsResponse:
         with self._sequences.lock:
             stats = self._sequences.stats()
         return admin_pb2.GetStatsResponse(
             **dataclasses.asdict(stats), uptime_s=self._daemon.uptime_s()
         )
 
-    def reset_cache(self, request: admin_pb2.ResetCacheRequest) -> admin_pb2.ResetCacheResponse:
+    def reset_cache(
+        self, request: admin_pb2.ResetCacheRequest, caller: Caller
+    ) -> admin_pb2.ResetCacheResponse:
         with self._sequences.lock:
             num_dropped = self._sequences.reset(force=request.force)
         return admin_pb2.ResetCacheResponse(num_dropped=num_dropped)
 
     def list_sequences(
-        self, request: admin_pb2.ListSequencesRequest
+        self, request: admin_pb2.ListSequencesRequest, caller: Caller
     ) -> admin_pb2.ListSequencesResponse:
         after, page_size = _page(request)
         with self._sequences.lock:
@@ -57,7 +62,7 @@ class AdminService:
         )
 
     def list_sessions(
-        self, request: admin_pb2.ListSessionsRequest
+        self, request: admin_pb2.ListSessionsRequest, caller: Caller
     ) -> admin_pb2.ListSessionsResponse:
         after, page_size = _page(request)
         with self._sequences.lock:
@@ -68,6 +73,7 @@ class AdminService:
                 admin_pb2.SessionInfo(
                     owner_digest=info.digest,
                     client_name=info.client_name,
+                    tenant=info.tenant,
                     ttl_s=info.ttl_s,
                     left_s=info.left_s,
                     is_connected=info.is_connected,

@@ -9,6 +9,7 @@ from prefixcache.rpc import codec
 from prefixcache.rpc._pb import attention_pb2
 from prefixcache.rpc.wire import twin
 from prefixcache.server import checks
+from prefixcache.server.callers import Caller
 from prefixcache.server.daemon import Daemon
 
 
@@ -17,25 +18,25 @@ class AttentionService:
         self._engine = daemon.engine
         self._max_tokens = daemon.info.limits.max_tokens_per_call
 
-    def prefill(self, request: attention_pb2.PrefillRequest) -> Any:
+    def prefill(self, request: attention_pb2.PrefillRequest, caller: Caller) -> Any:
         if self._engine is None:
             raise NoStorageError
         response = twin("PrefillResponse")()
-        codec.set_tensor(response.out, self._engine.prefill(*self._arguments(request)))
+        codec.set_tensor(response.out, self._engine.prefill(*self._arguments(request, caller)))
         return response
 
-    def decode(self, request: attention_pb2.DecodeRequest) -> Any:
+    def decode(self, request: attention_pb2.DecodeRequest, caller: Caller) -> Any:
         if self._engine is None:
             raise NoStorageError
         response = twin("DecodeResponse")()
-        codec.set_tensor(response.out, self._engine.decode(*self._arguments(request)))
+        codec.set_tensor(response.out, self._engine.decode(*self._arguments(request, caller)))
         return response
 
     def _arguments(
-        self, request: attention_pb2.PrefillRequest | attention_pb2.DecodeRequest
+        self, request: attention_pb2.PrefillRequest | attention_pb2.DecodeRequest, caller: Caller
     ) -> Any:
         batch = request.batch
-        owner = checks.owner(batch.owner)
+        owner = checks.owner(batch.owner, caller)
         checks.equal_lengths(batch, "sequence_ids", "start_positions", "num_tokens")
         checks.distinct(batch.sequence_ids)
         if 0 in batch.num_tokens:

@@ -25,6 +25,7 @@ from prefixcache.rpc._pb import cache_pb2
 from prefixcache.rpc.status import status_message
 from prefixcache.rpc.wire import column32, column64, repeated_bytes, twin
 from prefixcache.server import checks
+from prefixcache.server.callers import Caller
 from prefixcache.server.daemon import REPLY_HEADROOM_BYTES, Daemon
 from prefixcache.server.pending_waits import Apply, Look, PendingWaits, Wake
 from prefixcache.types import AllocateResult
@@ -41,13 +42,13 @@ class CacheService:
         self._max_tokens = daemon.info.limits.max_tokens_per_call
 
     def get_server_info(
-        self, request: cache_pb2.GetServerInfoRequest
+        self, request: cache_pb2.GetServerInfoRequest, caller: Caller
     ) -> cache_pb2.GetServerInfoResponse:
         self._check_fingerprint(request.expected_fingerprint)
         return self._daemon.info
 
-    def lookup(self, request: cache_pb2.LookupRequest) -> Any:
-        token_ids, extra_keys = checks.prompt(request, self._block_size, self._max_tokens)
+    def lookup(self, request: cache_pb2.LookupRequest, caller: Caller) -> Any:
+        token_ids, extra_keys = checks.prompt(request, caller, self._block_size, self._max_tokens)
         full_hit = checks.full_hit(request.full_hit)
         prompt = self._sequences.prepare(token_ids, extra_keys)
         with self._sequences.lock:
@@ -67,13 +68,16 @@ class CacheService:
         return reply
 
     def allocate(
-        self, request: cache_pb2.AllocateRequest, context: grpc.ServicerContext | None = None
+        self,
+        request: cache_pb2.AllocateRequest,
+        caller: Caller,
+        context: grpc.ServicerContext | None = None,
     ) -> Any:
         """context: of the call, if it is one by itself: a part of a step may not wait."""
-        owner = checks.owner(request.owner)
+        owner = checks.owner(request.owner, caller)
         order = checks.order(request)
         request_id = checks.request_id(request.request_id)
-        token_ids, extra_keys = checks.prompt(request, self._block_size, self._max_tokens)
+        token_ids, extra_keys = checks.prompt(request, caller, self._block_size, self._max_tokens)
         cache_use = checks.cache_use(request.cache_use)
         full_hit = checks.full_hit(request.full_hit)
         self._check_fingerprint(request.layout_fingerprint)
@@ -118,8 +122,8 @@ class CacheService:
             raise InvalidArgumentError("wait_pending_ms", "must be 0 in a step, which never waits")
         return self._waits.allocate(look, apply, wait_s, context)
 
-    def append(self, request: cache_pb2.AppendRequest) -> Any:
-        owner = checks.owner(request.owner)
+    def append(self, request: cache_pb2.AppendRequest, caller: Caller) -> Any:
+        owner = checks.owner(request.owner, caller)
         order = checks.order(request)
         batch = checks.append_batch(request, self._block_size, self._max_tokens)
         if self._daemon.engine is not None:
@@ -138,8 +142,8 @@ class CacheService:
             num_blocks_free=appended.num_blocks_free,
         )
 
-    def commit(self, request: cache_pb2.CommitRequest) -> Any:
-        owner = checks.owner(request.owner)
+    def commit(self, request: cache_pb2.CommitRequest, caller: Caller) -> Any:
+        owner = checks.owner(request.owner, caller)
         order = checks.order(request)
         checks.equal_lengths(request, "sequence_ids", "start_positions", "num_computed_tokens")
         checks.distinct(request.sequence_ids)
@@ -155,8 +159,8 @@ class CacheService:
             num_cached_blocks=column32([result.num_cached_blocks for result in results]),
         )
 
-    def fork(self, request: cache_pb2.ForkRequest) -> Any:
-        owner = checks.owner(request.owner)
+    def fork(self, request: cache_pb2.ForkRequest, caller: Caller) -> Any:
+        owner = checks.owner(request.owner, caller)
         order = checks.order(request)
         request_ids = [checks.request_id(r, "request_ids") for r in request.request_ids]
         limit = self._daemon.info.limits.max_fork_children
@@ -174,8 +178,8 @@ class CacheService:
             )
         return twin("ForkResponse")(sequence_ids=column64(children))
 
-    def truncate(self, request: cache_pb2.TruncateRequest) -> Any:
-        owner = checks.owner(request.owner)
+    def truncate(self, request: cache_pb2.TruncateRequest, caller: Caller) -> Any:
+        owner = checks.owner(request.owner, caller)
         order = checks.order(request)
         with self._sequences.lock:
             self._sequences.live.take_turn(owner, order)
@@ -184,8 +188,8 @@ class CacheService:
             )
         return twin("TruncateResponse")(dropped_block_ids=column32(dropped))
 
-    def free(self, request: cache_pb2.FreeRequest) -> Any:
-        owner = checks.owner(request.owner)
+    def free(self, request: cache_pb2.FreeRequest, caller: Caller) -> Any:
+        owner = checks.owner(request.owner, caller)
         order = checks.order(request)
         request_ids = checks.request_names(request.request_ids)
         with self._sequences.lock:
@@ -194,11 +198,11 @@ class CacheService:
         return twin("FreeResponse")(result_codes=column32(codes))
 
     def open_step(
-        self, cancel: Callable[[], object]
+        self, cancel: Callable[[], object], caller: Caller
     ) -> AbstractContextManager[Callable[[cache_pb2.StepRequest], Any]]:
-        return nullcontext(self.step)
+        return nullcontext(partial(self.step, caller=caller))
 
-    def step(self, request: cache_pb2.StepRequest) -> Any:
+    def step(self, request: cache_pb2.StepRequest, caller: Caller) -> Any:
         limit = self._daemon.info.limits.max_step_allocates
         if len(request.allocates) > limit:
             raise InvalidArgumentError(
@@ -207,18 +211,21 @@ class CacheService:
         response = twin("StepResponse")()
         for name, call in (("free", self.free), ("commit", self.commit), ("append", self.append)):
             if request.HasField(name):
-                reply = self._part(response, name, 0, call, getattr(request, name))
+                part = getattr(request, name)
+                reply = self._part(response, name, 0, partial(call, caller=caller), part)
                 if reply is not None:
                     getattr(response, name).CopyFrom(reply)
         nothing, num_bytes = twin("AllocateResponse")(), response.ByteSize()
         for index, part in enumerate(request.allocates):
-            call = partial(self._allocate_in_step, num_bytes=num_bytes)
+            call = partial(self._allocate_in_step, caller=caller, num_bytes=num_bytes)
             reply = self._part(response, "allocates", index, call, part)
             response.allocates.append(nothing if reply is None else reply)
             num_bytes += response.allocates[-1].ByteSize()
         return response
 
-    def _allocate_in_step(self, request: cache_pb2.AllocateRequest, num_bytes: int) -> Any:
+    def _allocate_in_step(
+        self, request: cache_pb2.AllocateRequest, caller: Caller, num_bytes: int
+    ) -> Any:
         """num_bytes: of the answer so far. What cannot be sent would be lost to its caller."""
         num_slots = len(request.token_ids) + request.num_lookahead_tokens
         num_blocks = min(-(-num_slots // self._block_size), self._sequences.pool.num_blocks)
@@ -227,7 +234,7 @@ class CacheService:
             raise InvalidArgumentError(
                 "allocates", f"its {num_blocks} block ids do not fit into the step's answer too"
             )
-        return self.allocate(request)
+        return self.allocate(request, caller)
 
     def _part(
         self, response: Any, name: str, index: int, call: Callable[[Any], Any], request: Any

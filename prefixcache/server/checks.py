@@ -16,28 +16,30 @@ from prefixcache.core.extra_keys import check_extra_keys
 from prefixcache.core.sessions import SESSION_ID_BYTES, CallOrder
 from prefixcache.errors import InvalidArgumentError
 from prefixcache.rpc import codec
+from prefixcache.server.callers import Caller
 from prefixcache.types import NO_EXTRA_KEYS, CacheUse, ExtraKeys, FullHit, TokenIds
 
 OWNER_BYTES = 16
 MAX_REQUEST_ID_BYTES = 256
 
 
-def owner(value: bytes) -> bytes:
-    """Bytes that a client made up, or the id of a session."""
+def owner(value: bytes, caller: Caller) -> bytes:
+    """The owner key of bytes that a client made up, or of the id of a session."""
     if len(value) not in (OWNER_BYTES, SESSION_ID_BYTES):
         raise InvalidArgumentError(
             "owner",
             f"has {len(value)} bytes, must have {OWNER_BYTES}, or {SESSION_ID_BYTES} for a session",
         )
-    return value
+    return caller.owner_key(value)
 
 
-def session_id(value: bytes) -> bytes:
+def session_id(value: bytes, caller: Caller) -> bytes:
+    """The owner key of a session."""
     if len(value) != SESSION_ID_BYTES:
         raise InvalidArgumentError(
             "session_id", f"has {len(value)} bytes, must have {SESSION_ID_BYTES}"
         )
-    return value
+    return caller.owner_key(value)
 
 
 def order(request: Any) -> CallOrder | None:
@@ -75,19 +77,24 @@ def num_tokens(num: int, field: str, limit: int) -> int:
     return num
 
 
-def prompt(request: Any, block_size: int, max_tokens: int) -> tuple[TokenIds, ExtraKeys]:
-    """Token ids and extra keys of a Lookup or an Allocate. max_tokens: with the lookahead."""
+def prompt(
+    request: Any, caller: Caller, block_size: int, max_tokens: int
+) -> tuple[TokenIds, ExtraKeys]:
+    """Token ids and extra keys, in the caller's namespace, of a Lookup or an Allocate.
+
+    max_tokens: with the lookahead.
+    """
     num = num_tokens(len(request.token_ids), "token_ids", max_tokens)
     num_tokens(num + request.num_lookahead_tokens, "num_lookahead_tokens", max_tokens)
     if not num:
         raise InvalidArgumentError("token_ids", "is empty, a prompt has at least one token")
     token_ids = column(request.token_ids)
     if not request.HasField("extra_keys"):
-        return token_ids, NO_EXTRA_KEYS
+        return token_ids, caller.own_keys(NO_EXTRA_KEYS)
     extra_keys = codec.extra_keys_from_wire(request.extra_keys)
     if extra_keys:
         check_extra_keys(extra_keys, 0, len(token_ids), block_size)
-    return token_ids, extra_keys
+    return token_ids, caller.own_keys(extra_keys)
 
 
 def column(field: Any) -> TokenIds:

@@ -1,4 +1,4 @@
-"""From a method's bytes to its servicer and back: parsing, errors, serialising.
+"""From a method's bytes to its servicer and back: who calls, parsing, errors, serialising.
 
 The one place where any exception may end, so that every call gets a status of ours.
 """
@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from time import perf_counter
 from typing import Any, NoReturn
 
@@ -27,27 +28,31 @@ from prefixcache.errors import (
 )
 from prefixcache.rpc import wire
 from prefixcache.rpc.status import status_code, to_status
+from prefixcache.server.access import Access, StreamCaller
 from prefixcache.server.arrivals import Arrivals
 from prefixcache.server.call_counts import CallCounts
+from prefixcache.server.callers import Caller, needed_role
 from prefixcache.server.replies import Replies
 from prefixcache.server.streams import Streams
 from prefixcache.server.workers import Workers
 
 _log = structlog.get_logger(__name__)
 
-_Answer = Callable[[bytes, grpc.ServicerContext], Any]
-_OpenStream = Callable[[Callable[[], object]], AbstractContextManager[Callable[[Any], Any]]]
+_Answer = Callable[..., Any]
+_OpenStream = Callable[[Callable[[], object], Caller], AbstractContextManager[Callable[[Any], Any]]]
+_Admit = Callable[[grpc.ServicerContext], Caller]
+_AdmitStream = Callable[[grpc.ServicerContext], AbstractContextManager[StreamCaller]]
 
 
 @dataclass(frozen=True, slots=True)
 class Service:
     """Who answers the RPCs of one service, and in whose threads.
 
-    servicer: its method for the RPC `GetStats` is `get_stats(request)`, which returns a message,
-    a twin or not, or raises a PrefixCacheError; one with a parameter `context` gets gRPC's context
-    of the call too. For the stream `Step` it is `open_step(cancel)`, a
-    context that lasts as long as the stream and gives what answers each message; `cancel` ends the
-    stream, from any thread.
+    servicer: its method for the RPC `GetStats` is `get_stats(request, caller)`, which returns a
+    message, a twin or not, or raises a PrefixCacheError; one with a parameter `context` gets gRPC's
+    context of the call too. For the stream `Step` it is `open_step(cancel, caller)`, a context that
+    lasts as long as the stream and gives what answers each message; `cancel` ends the stream, from
+    any thread.
     """
 
     servicer: object
@@ -67,30 +72,34 @@ def add_services(
     services: Mapping[str, Service],
     streams: Mapping[str, Streams],
     transfers: Transfers,
+    access: Access,
     call_counts: Mapping[str, CallCounts],
     boot_id: bytes,
 ) -> None:
     """Register every RPC of the .proto files; services by their short names.
 
     streams: by the RPC's name. They run in threads of their own and not in their service's.
-    transfers: gets the other calls. call_counts: by the RPC's name.
+    transfers: gets the other calls. access: says who calls. call_counts: by the RPC's name.
     """
     by_service: dict[str, dict[str, Any]] = {}
     for method in wire.methods():
-        service = services[method.service.rpartition(".")[2]]
+        service_name = method.service.rpartition(".")[2]
+        service, role = services[service_name], needed_role(service_name, method.name)
         name = re.sub(r"(?<!^)(?=[A-Z])", "_", method.name).lower()
         handlers = by_service.setdefault(method.service, {})
         calls = _Calls(call_counts[method.name], boot_id)
         if method.is_stream:
             open_stream = getattr(service.servicer, f"open_{name}")
-            stream = _stream_handler(method, open_stream, streams[method.name], calls)
+            admit_stream = partial(access.stream, needed_role=role)
+            stream = _stream_handler(method, open_stream, streams[method.name], admit_stream, calls)
             run_in(streams[method.name].workers, stream)
             handlers[method.name] = grpc.stream_stream_rpc_method_handler(
                 stream, response_serializer=_serialize
             )
         else:
             answer = _answer(method, getattr(service.servicer, name), calls)
-            handler = _handler(answer, service.workers, transfers, calls)
+            admit = partial(access.caller, needed_role=role)
+            handler = _handler(answer, service.workers, transfers, admit, calls)
             run_in(service.workers, handler)
             # As a stream of one request, which does not cost more: gRPC would else wait for the
             # request by itself, without a limit.
@@ -122,12 +131,16 @@ class _Calls:
 
 
 def _handler(
-    answer: _Answer, workers: Workers, transfers: Transfers, calls: _Calls
+    answer: _Answer, workers: Workers, transfers: Transfers, admit: _Admit, calls: _Calls
 ) -> Callable[[Iterator[bytes], grpc.ServicerContext], bytes]:
     def handle(requests: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
         refusal = workers.refusal()
         if refusal is not None:
             calls.abort(context, refusal)
+        try:
+            caller = admit(context)
+        except PrefixCacheError as error:
+            calls.abort(context, error)
         data = transfers.arrivals.request(requests, context)
         if data is None:
             calls.abort(context, InvalidArgumentError("request", "is missing"))
@@ -137,7 +150,7 @@ def _handler(
             calls.abort(context, DeadlineExceededError("the deadline passed in the queue"))
         if not context.is_active():
             calls.abort(context, CancelledCallError("the call has ended before it began"))
-        reply = _serialize(answer(data, context))
+        reply = _serialize(answer(data, context, caller))
         transfers.replies.leaves(context, len(reply))
         return reply
 
@@ -145,13 +158,22 @@ def _handler(
 
 
 def _stream_handler(
-    method: wire.Method, open_stream: _OpenStream, streams: Streams, calls: _Calls
+    method: wire.Method,
+    open_stream: _OpenStream,
+    streams: Streams,
+    admit: _AdmitStream,
+    calls: _Calls,
 ) -> Callable[[Iterator[bytes], grpc.ServicerContext], Iterator[Any]]:
     def handle(requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[Any]:
         try:
-            with streams.opened(), open_stream(context.cancel) as call:
+            with (
+                admit(context) as known,
+                streams.opened(),
+                open_stream(context.cancel, known.caller) as call,
+            ):
                 answer = _answer(method, call, calls)
                 for data in requests:
+                    known.check()
                     # gRPC asks for the next answer once this one has left.
                     with streams.answering():
                         yield answer(data, context)
@@ -162,14 +184,14 @@ def _stream_handler(
 
 
 def _answer(method: wire.Method, call: Callable[..., Any], calls: _Calls) -> _Answer:
-    """One message in, one out, or the call is aborted."""
+    """One message in, one out, or the call is aborted. A stream's call knows its caller."""
     takes_context = "context" in inspect.signature(call).parameters
 
-    def answer(data: bytes, context: grpc.ServicerContext) -> Any:
+    def answer(data: bytes, context: grpc.ServicerContext, *caller: Caller) -> Any:
         started_s = perf_counter()
         try:
             request = _parse(method, data)
-            reply = call(request, context) if takes_context else call(request)
+            reply = call(request, *caller, context) if takes_context else call(request, *caller)
         except PrefixCacheError as error:
             calls.abort(context, error, perf_counter() - started_s)
         except Exception:  # noqa: BLE001 - the border: whatever it is, the call gets a status

@@ -17,6 +17,7 @@ from prefixcache.core.sequences import Sequences
 from prefixcache.errors import CancelledCallError, InvalidArgumentError
 from prefixcache.rpc._pb import session_pb2
 from prefixcache.server import checks
+from prefixcache.server.callers import Caller
 
 FIRST_BEAT_TIMEOUT_S = 5.0
 """A stream that has said nothing for so long after its start is cancelled."""
@@ -29,6 +30,7 @@ class _Stream:
     """number: of the session's streams; None before the first message."""
 
     cancel: Callable[[], object]
+    caller: Caller
     opened_at_s: float
     session_id: bytes = b""
     number: int | None = None
@@ -43,9 +45,9 @@ class KeepAliveStreams:
         self._open: set[_Stream] = set()
 
     @contextmanager
-    def opened(self, cancel: Callable[[], object]) -> Iterator[Beat]:
+    def opened(self, cancel: Callable[[], object], caller: Caller) -> Iterator[Beat]:
         """A stream is open meanwhile; gives what answers its messages. `cancel` ends it."""
-        stream = _Stream(cancel, self._clock())
+        stream = _Stream(cancel, caller, self._clock())
         with self._lock:
             self._open.add(stream)
         try:
@@ -82,7 +84,7 @@ class KeepAliveStreams:
     def _beat(
         self, stream: _Stream, request: session_pb2.KeepAliveRequest
     ) -> session_pb2.KeepAliveResponse:
-        session_id = checks.session_id(request.session_id)
+        session_id = checks.session_id(request.session_id, stream.caller)
         sessions = self._sequences.live.sessions
         with self._sequences.lock:
             if stream.number is None:

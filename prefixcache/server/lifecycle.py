@@ -25,9 +25,11 @@ from prefixcache.config import ServeConfig
 from prefixcache.core.sessions import SessionLimits
 from prefixcache.errors import InvalidArgumentError
 from prefixcache.server.daemon import CacheOptions, Daemon, LimitOptions, ModelOptions
+from prefixcache.server.gate import Gate
 from prefixcache.server.logs import configure_logs
 from prefixcache.server.model_layout import layout_of
 from prefixcache.server.open_files import raise_limit
+from prefixcache.server.peer_tickets import peer_socket_path
 from prefixcache.server.record_file import RecordFile
 from prefixcache.server.recorder import Recorder
 from prefixcache.server.reload import Reload
@@ -60,10 +62,14 @@ def run(config: ServeConfig, read_config: Callable[[], ServeConfig]) -> int:
             resources.callback(recorder.close)
         daemon = make_daemon(config, recorder)
         resources.callback(daemon.close)
-        server = RpcServer(daemon, max_workers=config.network.max_workers)
+        gate = Gate(config.access)
+        resources.callback(gate.close)
+        reload.add(gate.prepare, "auth", "tls_cert", "tls_key", "tls_client_ca")
+        server = RpcServer(daemon, max_workers=config.network.max_workers, access=gate.access)
         addresses = config.network.addresses or (default_listen_address(os.environ),)
-        bound = [_listen(server, address, resources) for address in addresses]
+        bound = [_listen(server, gate, address, resources) for address in addresses]
         metrics = _listen_for_metrics(config.metrics.address, daemon, server, resources)
+        gate.start()
         _settle_objects()
         if recorder is not None:
             recorder.start()
@@ -216,10 +222,14 @@ def _settle_objects() -> None:
     gc.freeze()
 
 
-def _listen(server: RpcServer, address: Address, resources: ExitStack) -> str:
+def _listen(server: RpcServer, gate: Gate, address: Address, resources: ExitStack) -> str:
     if not isinstance(address, UnixAddress):
-        return server.listen(address.target)
+        return server.listen(address.target, gate.tcp_credentials)
     claim = _claim(address, "listen", resources)
+    if gate.has_tickets:
+        peer_path = peer_socket_path(Path(address.path))
+        _claim(UnixAddress(str(peer_path)), "listen", resources)
+        gate.listen_for_peers(peer_path)
     bound = server.listen(address.target)
     claim.open_to_group()
     return bound

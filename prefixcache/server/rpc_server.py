@@ -15,8 +15,10 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
-from prefixcache.errors import InvalidArgumentError
+from prefixcache.errors import InvalidArgumentError, PrefixCacheError
 from prefixcache.rpc import wire
+from prefixcache.rpc.status import to_status
+from prefixcache.server.access import Access, OpenAccess
 from prefixcache.server.admin_service import AdminService
 from prefixcache.server.arrivals import Arrivals
 from prefixcache.server.attention_service import AttentionService
@@ -71,10 +73,12 @@ class RpcServer:
     max_workers: calls that run at the same time, and as many Prefill and Decode calls; more of
     them wait, within limits. Attention has threads of its own, so that a long one delays no lookup
     and no health check, and so have streams: one that its client forgot takes none from the calls.
+    access: says who calls; by default anyone may do anything.
     `call_counts` are by the RPC's name; `is_serving` is true from `start` to `stop`.
     """
 
-    def __init__(self, daemon: Daemon, *, max_workers: int) -> None:
+    def __init__(self, daemon: Daemon, *, max_workers: int, access: Access | None = None) -> None:
+        self._access = access or OpenAccess()
         self._daemon = daemon
         self._num_ended = 0
         limits = daemon.info.limits
@@ -112,19 +116,23 @@ class RpcServer:
                 "KeepAlive": Streams(max_keep_alives, "keep-alive"),
             },
             Transfers(self._arrivals, self._replies),
+            self._access,
             self.call_counts,
             daemon.boot_id,
         )
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         self._add_reflection()
 
-    def listen(self, address: str) -> str:
+    def listen(self, address: str, credentials: grpc.ServerCredentials | None = None) -> str:
         """Add `unix:/path` or `host:port`; returns it, with the port that was bound.
 
-        Raises InvalidArgumentError if it cannot be bound.
+        credentials: of TLS. Raises InvalidArgumentError if it cannot be bound.
         """
         try:
-            port = self._server.add_insecure_port(address)
+            if credentials is None:
+                port = self._server.add_insecure_port(address)
+            else:
+                port = self._server.add_secure_port(address, credentials)
         except RuntimeError as error:
             raise InvalidArgumentError(
                 "listen", f"cannot listen on {address}: taken, or no address of this host"
@@ -139,7 +147,8 @@ class RpcServer:
         self.is_serving = True
 
     def cut_stale_streams(self) -> None:
-        """Cancel KeepAlive streams that are of no use any more, and calls whose peers are silent.
+        """Cancel KeepAlive streams that are of no use any more, calls whose peers are silent, and
+        streams whose caller may not have them any more.
 
         Refuse the calls that have waited too long for a thread, too. To be called now and then.
         """
@@ -148,6 +157,7 @@ class RpcServer:
         self._replies.cut_late()
         self._workers.refuse_late()
         self._attention_workers.refuse_late()
+        self._access.cut_revoked()
 
     def works_within(self, timeout_s: float) -> bool:
         """Whether the core's lock can be taken and calls are answered; for a watchdog.
@@ -202,7 +212,11 @@ class RpcServer:
         servicer = reflection.ReflectionServicer(names)
 
         def answer(requests: Any, context: grpc.ServicerContext) -> Iterator[Any]:
-            yield from servicer.ServerReflectionInfo(requests, context)
+            try:
+                with self._access.stream(context, None):
+                    yield from servicer.ServerReflectionInfo(requests, context)
+            except PrefixCacheError as error:
+                context.abort_with_status(to_status(error, self._daemon.boot_id))
 
         run_in(self._watch_workers, answer)
         handler = grpc.stream_stream_rpc_method_handler(

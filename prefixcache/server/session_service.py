@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from prefixcache.errors import DrainingError, InvalidArgumentError
 from prefixcache.rpc._pb import session_pb2
 from prefixcache.server import checks
+from prefixcache.server.callers import Caller
 from prefixcache.server.daemon import Daemon
 from prefixcache.server.keep_alive import Beat, KeepAliveStreams
 
@@ -22,7 +23,7 @@ class SessionService:
         self._keep_alives = keep_alives
 
     def open_session(
-        self, request: session_pb2.OpenSessionRequest
+        self, request: session_pb2.OpenSessionRequest, caller: Caller
     ) -> session_pb2.OpenSessionResponse:
         longest_s = self._daemon.info.limits.max_session_ttl_s
         if not MIN_TTL_S <= request.ttl_s <= longest_s:
@@ -37,18 +38,22 @@ class SessionService:
         if self._daemon.is_draining:
             raise DrainingError
         with self._sequences.lock:
-            session = self._sequences.open_session(request.ttl_s, request.client_name, request_id)
+            session = self._sequences.open_session(
+                request.ttl_s, request.client_name, request_id, caller.tenant
+            )
         return session_pb2.OpenSessionResponse(
-            session_id=session.session_id, ttl_s=session.ttl_s, boot_id=self._daemon.boot_id
+            session_id=session.lease_id, ttl_s=session.ttl_s, boot_id=self._daemon.boot_id
         )
 
-    def open_keep_alive(self, cancel: Callable[[], object]) -> AbstractContextManager[Beat]:
-        return self._keep_alives.opened(cancel)
+    def open_keep_alive(
+        self, cancel: Callable[[], object], caller: Caller
+    ) -> AbstractContextManager[Beat]:
+        return self._keep_alives.opened(cancel, caller)
 
     def close_session(
-        self, request: session_pb2.CloseSessionRequest
+        self, request: session_pb2.CloseSessionRequest, caller: Caller
     ) -> session_pb2.CloseSessionResponse:
-        session_id = checks.session_id(request.session_id)
+        session_id = checks.session_id(request.session_id, caller)
         with self._sequences.lock:
             num_sequences = self._sequences.close_session(session_id)
         return session_pb2.CloseSessionResponse(num_sequences=num_sequences)

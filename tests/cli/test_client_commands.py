@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import tomllib
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
@@ -16,9 +17,11 @@ import typer
 from prefixcache.cli import main
 from prefixcache.cli.lookup import parse_tokens
 from prefixcache.cli.stats import follow
-from prefixcache.client import ServerInfo
+from prefixcache.client import Credentials, ServerInfo, TlsCredentials
 from prefixcache.core.stats import PoolStats
 from prefixcache.errors import DeadlineExceededError, UnavailableError
+from prefixcache.server.auth_file import parse_auth_rules, token_hash
+from prefixcache.server.callers import Caller
 from prefixcache.storage.layout import KVLayout, LatentLayout, Quantization
 from prefixcache.types import ExtraKeys, FullHit, LookupResult, Lora
 
@@ -85,8 +88,10 @@ class FakeClient:
     made: list[tuple[str, float]]
     lookups: list[tuple[list[int], dict[str, Any]]]
     error: Exception | None
+    shown: Credentials
 
-    def __init__(self, target: str, *, timeout_s: float) -> None:
+    def __init__(self, target: str, *, timeout_s: float, credentials: Credentials) -> None:
+        FakeClient.shown = credentials
         FakeClient.made.append((target, timeout_s))
 
     def __enter__(self) -> Self:
@@ -373,3 +378,87 @@ def test_lookup_as_json_has_hashes_only_if_asked(capsys: pytest.CaptureFixture[s
     }
     printed = json.loads(run(capsys, "lookup", "1", "--json", "--hashes"))
     assert printed["block_hashes"] == ["01" * 32, "02" * 32]
+
+
+# ---- credentials
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> dict[str, str]:
+    texts = {"token": " from-a-file\n", "ca": "the CA", "cert": "the cert", "key": "the key"}
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+    return {name: str(tmp_path / name) for name in texts}
+
+
+def test_the_token_is_that_of_the_file_then_of_the_environment(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, files: dict[str, str]
+) -> None:
+    run(capsys, "info")
+    assert FakeClient.shown == Credentials()
+    monkeypatch.setenv("PREFIXCACHE_TOKEN", "from-the-environment")
+    for command in (["info"], ["stats"], ["lookup", "1"]):
+        FakeClient.shown = Credentials()
+        run(capsys, *command)
+        assert FakeClient.shown == Credentials("from-the-environment")
+    monkeypatch.setenv("PREFIXCACHE_TOKEN_FILE", files["token"])
+    run(capsys, "info")
+    assert FakeClient.shown == Credentials("from-a-file")
+    run(capsys, "info", "--token-file", files["cert"], code=2)
+
+
+def test_files_of_tls_come_from_flags_or_the_environment(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, files: dict[str, str]
+) -> None:
+    expected = Credentials(tls=TlsCredentials(b"the CA", b"the cert", b"the key"))
+    given = {"--tls-ca": files["ca"], "--tls-cert": files["cert"], "--tls-key": files["key"]}
+    run(capsys, "info", *[word for pair in given.items() for word in pair])
+    assert FakeClient.shown == expected
+    run(capsys, "info", "--tls-ca", files["ca"])
+    assert FakeClient.shown == Credentials(tls=TlsCredentials(b"the CA"))
+    for name, path in (("CA", "ca"), ("CERT", "cert"), ("KEY", "key")):
+        monkeypatch.setenv(f"PREFIXCACHE_CLIENT_TLS_{name}", files[path])
+    run(capsys, "info")
+    assert FakeClient.shown == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "flag"),
+    [
+        (["--token-file", "/none"], "--token-file: /none: No such file"),
+        (["--tls-ca", "/none"], "--tls-ca: /none: No such file"),
+        (["--tls-cert", "/none"], "--tls-key: is missing"),
+        (["--tls-key", "/none"], "--tls-cert: is missing"),
+    ],
+)
+def test_a_file_that_is_not_there_is_named(
+    arguments: list[str], flag: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert flag in run(capsys, "info", *arguments, code=2)
+
+
+def test_a_bad_token_is_not_shown(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PREFIXCACHE_TOKEN", "my secret")
+    problem = run(capsys, "info", code=2)
+    assert problem.startswith("prefixcache: PREFIXCACHE_TOKEN: must be")
+    assert "secret" not in problem
+
+
+def test_a_new_token_comes_with_the_entry_that_admits_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    first, second = (
+        run(capsys, "token", "new", "--tenant", "team-a", *more)
+        for more in ([], ["--role", "admin", "--role", "client", "--days", "3"])
+    )
+    for printed, roles in ((first, {"client"}), (second, {"admin", "client"})):
+        token, entry = printed.split("\n", 1)
+        rules = parse_auth_rules(tomllib.loads(entry))
+        identity = rules.by_token[token_hash(token)]
+        assert token not in entry
+        assert identity.caller == Caller("team-a", "team-a", frozenset(roles))
+    assert first.split("\n", 1)[0] != second.split("\n", 1)[0]
+    assert rules.by_token[token_hash(token)].expires_at_s is not None
+    assert "must be 1 to 63" in run(capsys, "token", "new", "--tenant", "team a", code=2)

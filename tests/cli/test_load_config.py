@@ -16,6 +16,10 @@ MINIMAL: dict[str, object] = {"storage": "none", "num_blocks": "100"}
 NOT_DEFAULT: dict[str, object] = {
     "listen": ["127.0.0.1:0", "[::1]:7"],
     "insecure": True,
+    "auth": __file__,
+    "tls_cert": __file__,
+    "tls_key": __file__,
+    "tls_client_ca": __file__,
     "max_message_bytes": "1000000",
     "max_workers": 3,
     "storage": "cpu",
@@ -167,6 +171,10 @@ def test_the_shape_of_latents_comes_from_everywhere_too(
     ("key", "others"),
     [
         ("model_config", {}),
+        ("auth", HEADS),
+        ("tls_cert", {**HEADS, "tls_key": __file__}),
+        ("tls_key", {**HEADS, "tls_cert": __file__}),
+        ("tls_client_ca", {**HEADS, "tls_cert": __file__, "tls_key": __file__}),
         ("kv_scale_file", {**HEADS, "kv_dtype": "int8", "kv_scales": "tensor"}),
     ],
 )

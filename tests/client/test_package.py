@@ -22,6 +22,7 @@ PUBLIC = {
     "CacheUse",
     "Client",
     "CommitResult",
+    "Credentials",
     "ExtraKeys",
     "FullHit",
     "LookupResult",
@@ -38,6 +39,7 @@ PUBLIC = {
     "SessionInfo",
     "Step",
     "StepStream",
+    "TlsCredentials",
     "__version__",
     "errors",
 }

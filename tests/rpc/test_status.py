@@ -54,6 +54,8 @@ EXAMPLES = {
         errors.AbortedError("again"),
         errors.SequenceBusyError(7),
         errors.UnavailableError("gone"),
+        errors.UnauthenticatedError("the call has none"),
+        errors.PermissionDeniedError("admin"),
         errors.DrainingError(),
         errors.DeadlineExceededError("late"),
         errors.CancelledCallError("cancelled"),

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from prefixcache.core.sequence import Prompt
 from prefixcache.core.sessions import SessionLimits
+from prefixcache.server.access import Access
 from prefixcache.server.daemon import CacheOptions, Daemon, LimitOptions, ModelOptions
 from prefixcache.server.rpc_server import RpcServer
 from prefixcache.server.sweeper import Sweeper
@@ -41,12 +42,13 @@ def running_daemon(
     session_limits: SessionLimits | None = None,
     *,
     max_workers: int = 8,
+    access: Access | None = None,
     clock: Callable[[], float] = time.monotonic,
     on_allocated: Callable[[Prompt, CacheUse, bool], None] | None = None,
 ) -> Iterator[RunningDaemon]:
     """Nothing sweeps it but `RunningDaemon.sweep`."""
     daemon = Daemon(cache, model, limits, session_limits, clock=clock, on_allocated=on_allocated)
-    server = RpcServer(daemon, max_workers=max_workers)
+    server = RpcServer(daemon, max_workers=max_workers, access=access)
     with tempfile.TemporaryDirectory() as folder:
         target = server.listen(f"unix:{Path(folder) / 'prefixcache.sock'}")
         server.start()

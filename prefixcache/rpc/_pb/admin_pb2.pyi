@@ -125,7 +125,7 @@ class ListSessionsRequest(_message.Message):
     def __init__(self, page_size: _Optional[int] = ..., page_token: _Optional[str] = ...) -> None: ...
 
 class SessionInfo(_message.Message):
-    __slots__ = ("owner_digest", "client_name", "ttl_s", "left_s", "is_connected", "num_sequences", "age_s")
+    __slots__ = ("owner_digest", "client_name", "ttl_s", "left_s", "is_connected", "num_sequences", "age_s", "tenant")
     OWNER_DIGEST_FIELD_NUMBER: _ClassVar[int]
     CLIENT_NAME_FIELD_NUMBER: _ClassVar[int]
     TTL_S_FIELD_NUMBER: _ClassVar[int]
@@ -133,6 +133,7 @@ class SessionInfo(_message.Message):
     IS_CONNECTED_FIELD_NUMBER: _ClassVar[int]
     NUM_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     AGE_S_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
     owner_digest: str
     client_name: str
     ttl_s: float
@@ -140,7 +141,8 @@ class SessionInfo(_message.Message):
     is_connected: bool
     num_sequences: int
     age_s: float
-    def __init__(self, owner_digest: _Optional[str] = ..., client_name: _Optional[str] = ..., ttl_s: _Optional[float] = ..., left_s: _Optional[float] = ..., is_connected: _Optional[bool] = ..., num_sequences: _Optional[int] = ..., age_s: _Optional[float] = ...) -> None: ...
+    tenant: str
+    def __init__(self, owner_digest: _Optional[str] = ..., client_name: _Optional[str] = ..., ttl_s: _Optional[float] = ..., left_s: _Optional[float] = ..., is_connected: _Optional[bool] = ..., num_sequences: _Optional[int] = ..., age_s: _Optional[float] = ..., tenant: _Optional[str] = ...) -> None: ...
 
 class ListSessionsResponse(_message.Message):
     __slots__ = ("sessions", "next_page_token")

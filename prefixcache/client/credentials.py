@@ -1,0 +1,196 @@
+"""What a client shows a daemon that asks who calls: a token, a certificate, or its own user.
+
+`Credentials` are the caller's choice. `Bearer` is what goes with each call of one client: the
+token, or the ticket that a daemon on a Unix socket gives to a user of its host (see
+`prefixcache.server.peer_tickets` for the protocol). A ticket is asked for once the daemon has asked
+for credentials, and again after its restart. Safe to use from many threads.
+"""
+
+from __future__ import annotations
+
+import re
+import socket
+import struct
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+
+from prefixcache.address import PEER_SUFFIX, Address, TcpAddress, UnixAddress
+from prefixcache.errors import InvalidArgumentError
+
+_TOKEN = re.compile(r"[!-~]+")
+_TICKET = 1
+_HEADER = struct.Struct(">I")
+_MAX_ANSWER_BYTES = 1024
+_TICKET_TIMEOUT_S = 1.0
+
+Metadata = tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TlsCredentials:
+    """TLS to a TCP port. All are PEM.
+
+    ca: whose certificates daemons must have; None: those that gRPC trusts by itself.
+    cert, key: the client's own, for a daemon that asks for one; both or none.
+    """
+
+    ca: bytes | None = None
+    cert: bytes | None = None
+    key: bytes | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        if (self.cert is None) != (self.key is None):
+            raise InvalidArgumentError("tls", "a certificate and its key go together")
+
+
+@dataclass(frozen=True, slots=True)
+class Credentials:
+    """token: sent with every call. tls: None is plain TCP, or a Unix socket."""
+
+    token: str | None = field(default=None, repr=False)
+    tls: TlsCredentials | None = None
+
+    def __post_init__(self) -> None:
+        if self.token is not None and not _TOKEN.fullmatch(self.token):
+            raise InvalidArgumentError("token", "must be printable ASCII without spaces")
+
+
+NO_CREDENTIALS = Credentials()
+
+
+def make_channel(grpc_or_aio: Any, address: Address, credentials: Credentials, options: Any) -> Any:
+    """A channel of `grpc` or of `grpc.aio`. Raises InvalidArgumentError.
+
+    A token goes to another machine over TLS only: whoever reads it on its way has it.
+    """
+    tls = credentials.tls
+    if tls is not None:
+        if isinstance(address, UnixAddress):
+            raise InvalidArgumentError("tls", f"is for TCP, and {str(address)!r} is a Unix socket")
+        shown = grpc.ssl_channel_credentials(tls.ca, tls.key, tls.cert)
+        return grpc_or_aio.secure_channel(address.target, shown, options)
+    if credentials.token and isinstance(address, TcpAddress) and not address.is_loopback:
+        raise InvalidArgumentError(
+            "token", f"would go to {str(address)!r} in the clear; give TLS credentials too"
+        )
+    return grpc_or_aio.insecure_channel(address.target, options)
+
+
+class Bearer:
+    """What one client's calls carry.
+
+    address: None for a channel of the caller's. version: goes up with each new ticket.
+    """
+
+    def __init__(self, credentials: Credentials, address: Address | None) -> None:
+        self.version = 0
+        self._metadata = _metadata(credentials.token) if credentials.token else None
+        self._lock = threading.Lock()
+        self._connection: socket.socket | None = None
+        self._peer_path: str | None = None
+        if credentials.token is None and isinstance(address, UnixAddress):
+            self._peer_path = address.path + PEER_SUFFIX
+
+    def on(self, stub: Callable[..., Any], *, is_stream: bool) -> Callable[..., Any]:
+        """The stub, whose calls carry it."""
+        if self._peer_path is None:
+            metadata = self._metadata
+            return stub if metadata is None else _with(stub, lambda: metadata)
+        if is_stream:
+            return _with(stub, self._fresh_metadata)
+        return _with(stub, lambda: self._metadata)
+
+    def renew(self, version: int) -> bool:
+        """A call was refused that had that version: whether there is a better one now.
+
+        Waits for the daemon's answer, for a second at most.
+        """
+        if self._peer_path is None:
+            return False
+        with self._lock:
+            if self.version != version:
+                return True
+            return not self._is_connected() and self._take_ticket(self._peer_path)
+
+    def close(self) -> None:
+        """The ticket ends."""
+        with self._lock:
+            self._disconnect()
+            self._peer_path = None
+
+    def _fresh_metadata(self) -> Metadata | None:
+        """Of a stream, which cannot be tried again like a call."""
+        if self._connection is not None:
+            self.renew(self.version)
+        return self._metadata
+
+    def _is_connected(self) -> bool:
+        """A daemon that ends closes its side; it never sends unasked."""
+        if self._connection is None:
+            return False
+        try:
+            return bool(self._connection.recv(1, socket.MSG_PEEK))
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+
+    def _take_ticket(self, path: str) -> bool:
+        self._disconnect()
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            connection.settimeout(_TICKET_TIMEOUT_S)
+            connection.connect(path)
+            connection.sendall(_HEADER.pack(1) + bytes([_TICKET]))
+            ticket = _read_ticket(connection)
+            connection.setblocking(False)
+        except OSError:  # no such socket, not for this user, or no answer in time
+            ticket = None
+        if ticket is None:
+            connection.close()
+            return False
+        self._connection, self._metadata = connection, _metadata(ticket)
+        self.version += 1
+        return True
+
+    def _disconnect(self) -> None:
+        if self._connection is not None:
+            with suppress(OSError):
+                self._connection.close()
+            self._connection = None
+
+
+def _metadata(token: str) -> Metadata:
+    return (("authorization", f"Bearer {token}"),)
+
+
+def _with(stub: Callable[..., Any], metadata: Callable[[], Metadata | None]) -> Callable[..., Any]:
+    def call(*arguments: Any, **options: Any) -> Any:
+        return stub(*arguments, metadata=metadata(), **options)
+
+    return call
+
+
+def _read_ticket(connection: socket.socket) -> str | None:
+    """None if the daemon gives none."""
+    (length,) = _HEADER.unpack(_read(connection, _HEADER.size))
+    if not 1 <= length <= _MAX_ANSWER_BYTES:
+        return None
+    answer = _read(connection, length)
+    ticket = answer[1:].decode("ascii", errors="replace")
+    return ticket if answer[0] == _TICKET and _TOKEN.fullmatch(ticket) else None
+
+
+def _read(connection: socket.socket, num_bytes: int) -> bytes:
+    data = b""
+    while len(data) < num_bytes:
+        part = connection.recv(num_bytes - len(data))
+        if not part:
+            raise ConnectionResetError
+        data += part
+    return data

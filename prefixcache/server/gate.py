@@ -1,0 +1,89 @@
+"""What the settings of access control make: who may call, and the TLS of TCP ports.
+
+Part of the life cycle: it sees the configuration, and has parts of it read again by `prepare`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import grpc
+
+from prefixcache.config import AccessSection, ServeConfig
+from prefixcache.errors import InvalidArgumentError
+from prefixcache.server.access import AccessControl, OpenAccess
+from prefixcache.server.auth_file import read_auth_file
+from prefixcache.server.peer_tickets import PeerTickets
+from prefixcache.server.tls import ServerTls, TlsFiles
+
+
+class Gate:
+    """Raises InvalidArgumentError, naming the flag, if a file is not fit to be used.
+
+    Without an auth file anyone may call, and there are no tickets; without a certificate TCP ports
+    have no TLS.
+    """
+
+    def __init__(self, section: AccessSection) -> None:
+        self._tickets: PeerTickets | None = None
+        self.access: AccessControl | OpenAccess = OpenAccess()
+        files = _tls_files(section)
+        self._tls = ServerTls(files) if files is not None else None
+        if section.auth is not None:
+            rules = read_auth_file(section.auth)
+            self._tickets = PeerTickets()
+            self.access = AccessControl(rules, self._tickets)
+
+    @property
+    def has_tickets(self) -> bool:
+        return self._tickets is not None
+
+    @property
+    def tcp_credentials(self) -> grpc.ServerCredentials | None:
+        return self._tls.credentials() if self._tls is not None else None
+
+    def listen_for_peers(self, path: Path) -> None:
+        """Give out tickets at `path`, which this process has claimed."""
+        assert self._tickets is not None
+        try:
+            self._tickets.listen(path)
+        except OSError as error:
+            problem = f"no socket can be made at {path}: {error}"
+            raise InvalidArgumentError("--listen", problem) from None
+
+    def start(self) -> None:
+        if self._tickets is not None:
+            self._tickets.start()
+
+    def close(self) -> None:
+        if self._tickets is not None:
+            self._tickets.close()
+
+    def prepare(self, config: ServeConfig) -> Callable[[], None]:
+        """Read the files once more; what is returned puts them in force. For `Reload`."""
+        section, files = config.access, _tls_files(config.access)
+        for flag, was_on, path in (
+            ("--auth", isinstance(self.access, AccessControl), section.auth),
+            ("--tls-cert", self._tls is not None, files),
+        ):
+            if was_on != (path is not None):
+                raise InvalidArgumentError(flag, "comes and goes with a restart only")
+        changes: list[Callable[[], None]] = []
+        if self._tls is not None and files is not None:
+            changes.append(self._tls.prepare(files))
+        if isinstance(self.access, AccessControl) and section.auth is not None:
+            access, rules = self.access, read_auth_file(section.auth)
+            changes.append(lambda: access.use(rules))
+
+        def apply() -> None:
+            for change in changes:
+                change()
+
+        return apply
+
+
+def _tls_files(section: AccessSection) -> TlsFiles | None:
+    if section.tls_cert is None or section.tls_key is None:
+        return None
+    return TlsFiles(section.tls_cert, section.tls_key, section.tls_client_ca)
