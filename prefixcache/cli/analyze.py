@@ -55,7 +55,7 @@ class _Question:
 
 
 def analyze(
-    trace_paths: Annotated[list[Path], trace_argument("TRACE...")],
+    trace_paths: Annotated[list[Path], trace_argument()],
     trace_block: TraceBlock = None,
     first: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Only the first N requests.")

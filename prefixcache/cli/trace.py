@@ -8,24 +8,25 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from prefixcache.errors import InvalidArgumentError
-from prefixcache.replay.trace import DEFAULT_TRACE_BLOCK
+from prefixcache.replay.trace_file import DEFAULT_TRACE_BLOCK
 
 if TYPE_CHECKING:
     from prefixcache.replay import Trace
 
 
-def trace_argument(metavar: str) -> Any:
+def trace_argument() -> Any:
     """The argument that names a trace, or several."""
     return typer.Argument(
-        metavar=metavar,
+        metavar="TRACE",
         exists=True,
         dir_okay=False,
         readable=True,
-        help="JSON lines with input_length and hash_ids or hash_runs.",
+        help="JSON lines with input_length and hash_ids or hash_runs (Mooncake's, or of `serve "
+        "--record`) or with prompts as text (AIBrix's), or CSV with times and lengths (Azure's).",
     )
 
 
-TracePath = Annotated[Path, trace_argument("TRACE")]
+TracePath = Annotated[Path, trace_argument()]
 TraceBlock = Annotated[
     int | None,
     typer.Option(

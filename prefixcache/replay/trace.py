@@ -1,8 +1,8 @@
 """Reading a request trace, and token ids that share prefixes as the trace says.
 
-Owns the file format and the meaning of its ids; knows no cache. Immutable once read.
+Owns the meaning of a record and of its ids; knows no cache. Immutable once read.
 
-One JSON object a line, in replay order:
+One record a request, in replay order (`trace_file` makes them of files in other formats):
 
     input_length   prompt length in tokens, n
     hash_ids       one id for each trace block of the prompt, in order
@@ -17,8 +17,6 @@ Mooncake traces (FAST'25), whose trace block is 512 tokens.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from math import isfinite
@@ -29,9 +27,8 @@ import numpy as np
 import numpy.typing as npt
 
 from prefixcache.errors import InvalidArgumentError
+from prefixcache.replay.trace_file import DEFAULT_TRACE_BLOCK, bad_line, read_records
 from prefixcache.types import TokenIds
-
-DEFAULT_TRACE_BLOCK = 512
 
 _MAX_TOKEN_ID = 2**32 - 1
 
@@ -89,16 +86,16 @@ def read_trace(path: Path, trace_block: int | None = None, first: int | None = N
     """
     keys_of: dict[tuple[int, int | str], int] = {}
     requests: list[TraceRequest] = []
-    for line_number, record in islice(_records(path), first):
+    for line_number, record in islice(read_records(path, trace_block), first):
         try:
             trace_block = _trace_block(record, trace_block)
             num_tokens = _num_tokens(record)
             ids = _block_ids(record, num_tokens, trace_block)
             timestamp_ms = _timestamp_ms(record)
         except ValueError as error:
-            raise _bad_line(line_number, str(error)) from error
+            raise bad_line(line_number, str(error)) from error
         if len(ids) * trace_block < num_tokens:
-            ids.append(f"tail of {line_number}")
+            ids.append(f"tail of {len(requests)}")
         requests.append(TraceRequest(num_tokens, _chain(keys_of, ids), timestamp_ms))
     trace_block = trace_block or DEFAULT_TRACE_BLOCK
     num_keys = len(keys_of)
@@ -110,25 +107,6 @@ def read_trace(path: Path, trace_block: int | None = None, first: int | None = N
             num_keys=num_keys,
         )
     return Trace(trace_block, tuple(requests), num_keys)
-
-
-def _records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Each line that is not blank, with its number from 1."""
-    with path.open("rb") as file:
-        for line_number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            try:
-                record = json.loads(line)
-            except ValueError as error:
-                raise _bad_line(line_number, f"is not JSON: {error}") from error
-            if not isinstance(record, dict):
-                raise _bad_line(line_number, "is not a JSON object")
-            yield line_number, record
-
-
-def _bad_line(line_number: int, problem: str) -> InvalidArgumentError:
-    return InvalidArgumentError("trace", f"line {line_number}: {problem}", line=line_number)
 
 
 def _trace_block(record: dict[str, Any], wanted: int | None) -> int:

@@ -116,6 +116,20 @@ def test_an_analysis_has_the_counts_of_the_oracle(name: str) -> None:
         }
 
 
+@pytest.mark.parametrize(
+    "file", ["aibrix_prefix_p1024_s128_rps10.jsonl", "azure_2023_conv.csv", "azure_2023_code.csv"]
+)
+def test_an_analysis_of_other_formats_has_the_counts_of_replays(file: str) -> None:
+    trace = read_trace(folder() / file)
+    for counts in analyze_trace(trace, trace.trace_block).pools:
+        target = InProcessTarget(counts.num_blocks, trace.trace_block, "xxh3", verify_hits=False)
+        result = replay_trace(trace, target)
+        expected = {field.name: getattr(result, field.name) for field in fields(counts)}
+        assert asdict(counts) == expected
+    if file.startswith("aibrix"):  # 320 prompts, of which its tokenizer says 86.6 %
+        assert analyze_trace(trace, 16).pools[-1].hit_rate_blocks == pytest.approx(0.866, abs=0.005)
+
+
 def test_the_agentic_trace_is_analysed_in_under_a_minute() -> None:
     start_s = time.perf_counter()
     trace = read_trace(folder() / "agentic_64.jsonl", 64)
