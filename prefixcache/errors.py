@@ -21,6 +21,7 @@ PrefixCacheError
 │   └── StorageOwnedError           Commit on a daemon that computes K/V itself
 ├── ResourceExhaustedError
 │   ├── NoRoomError                 too few free blocks now; retry after some are freed
+│   ├── QuotaExceededError          the tenant would hold more blocks than it may
 │   ├── TooManyStreamsError         the daemon serves no more streams of this kind
 │   ├── TooManySessionsError        the daemon has as many sessions as it takes
 │   ├── TooManyOwnersError          as many clients without a session have sequences as may
@@ -71,6 +72,7 @@ __all__ = [
     "OvertakenError",
     "PermissionDeniedError",
     "PrefixCacheError",
+    "QuotaExceededError",
     "RequestIdConflictError",
     "ResourceExhaustedError",
     "SequenceBusyError",
@@ -311,6 +313,24 @@ class NoRoomError(ResourceExhaustedError):
             int(self.fields[name]) for name in ("needed", "free", "referenced")
         )
         return NoRoomError(needed, free, referenced, holders)
+
+
+class QuotaExceededError(ResourceExhaustedError):
+    """needed: blocks more than the tenant holds, or, if that is above `max`, of one sequence."""
+
+    reason = "QUOTA_EXCEEDED"
+
+    def __init__(self, needed: int, held: int, allowed: int) -> None:
+        super().__init__(
+            f"needs {needed} blocks, the tenant holds {held} and may hold {allowed}"
+            + ("; no retry can succeed" if needed > allowed else ""),
+            {"needed": needed, "held": held, "max": allowed},
+        )
+
+    @property
+    def is_permanent(self) -> bool:
+        """True if the sequence alone is too much, whatever the tenant frees."""
+        return int(self.fields["needed"]) > int(self.fields["max"])
 
 
 class TooManyStreamsError(ResourceExhaustedError):

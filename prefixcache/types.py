@@ -65,6 +65,7 @@ class ResultCode(enum.IntEnum):
     NO_ROOM = 5
     EXCEEDS_POOL = 6
     BEYOND_TOKENS = 7
+    QUOTA_EXCEEDED = 8
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from prefixcache.errors import (
     InvalidArgumentError,
     NoRoomError,
     PrefixCacheError,
+    QuotaExceededError,
     SequenceBusyError,
     SequenceNotFoundError,
     WrongPositionError,
@@ -30,6 +31,10 @@ ROW_ERRORS: dict[ResultCode, tuple[type[PrefixCacheError], str]] = {
     ResultCode.EXCEEDS_POOL: (
         ExceedsPoolError,
         "needs more blocks than the whole pool has; no retry can succeed",
+    ),
+    ResultCode.QUOTA_EXCEEDED: (
+        QuotaExceededError,
+        "needs more blocks than its tenant may hold besides what it holds",
     ),
     ResultCode.BEYOND_TOKENS: (BeyondTokensError, "has fewer tokens than that"),
 }

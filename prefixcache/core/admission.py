@@ -13,6 +13,7 @@ from prefixcache.core.growth import num_blocks_of
 from prefixcache.core.hashing import Chain
 from prefixcache.core.pending import PendingBlocks
 from prefixcache.core.pool import Pool
+from prefixcache.core.quota import check_quota, num_over_quota
 from prefixcache.errors import ExceedsPoolError, NoRoomError
 from prefixcache.types import BlockIds, FullHit
 
@@ -24,21 +25,28 @@ class Plan:
     """The hits of a prompt, and the blocks of its sequence.
 
     num_needed: free blocks that it would use up, the new ones and those hits that are free.
+    num_available: free blocks that its account can have. num_added: blocks that the account would
+    hold more than now. num_over_quota: by how many blocks that is too much; below 0, how many more
+    it may hold.
     num_pending_tokens: how many more tokens would be cached if all pending blocks were.
     """
 
     hits: BlockIds
     num_blocks: int
     num_needed: int
+    num_available: int
+    num_added: int
+    num_over_quota: int
     num_cached_tokens: int
     num_pending_tokens: int
 
-    def check_room(self, pool: Pool) -> None:
-        """Raises ExceedsPoolError or NoRoomError."""
+    def check_room(self, pool: Pool, account: int) -> None:
+        """Raises ExceedsPoolError, QuotaExceededError or NoRoomError."""
         if self.num_blocks > pool.num_blocks:
             raise ExceedsPoolError("token_ids", self.num_blocks, pool.num_blocks)
-        if self.num_needed > pool.num_free:
-            raise NoRoomError(self.num_needed, pool.num_free, pool.num_referenced)
+        check_quota(pool, account, self.num_blocks, self.num_added)
+        if self.num_needed > self.num_available:
+            raise NoRoomError(self.num_needed, self.num_available, pool.num_referenced)
 
 
 def plan_prompt(
@@ -48,10 +56,12 @@ def plan_prompt(
     chain: Chain | None,
     num_lookahead_tokens: int,
     full_hit: FullHit,
+    account: int = 0,
 ) -> Plan:
-    """Plan a prompt of `num_tokens` tokens; `chain` None takes no hits.
+    """Plan a prompt of `num_tokens` tokens for an account; `chain` None takes no hits.
 
-    At least one token is left to compute: of a full hit the last token, or the last block.
+    At least one token is left to compute: of a full hit the last token, or the last block. A hit
+    that another account has alone is taken only if what that reserves is there to be reserved.
     """
     size = pool.block_size
     hits, num_pending = _NO_BLOCKS, 0
@@ -60,11 +70,21 @@ def plan_prompt(
         hits = pool.match(chain, usable // size)
         num_pending = pending.num_blocks(chain.hashes, len(hits), usable // size)
     num_blocks = num_blocks_of(num_tokens + num_lookahead_tokens, size)
+    counts = pool.count_hits(hits, account)
+    if counts.num_takeable < len(hits):
+        # What comes next is cached: there is nothing to wait for.
+        hits, num_pending = hits[: counts.num_takeable], 0
+        counts = pool.count_hits(hits, account)
+    num_new = num_blocks - len(hits)
+    num_added = num_new + counts.num_new
     num_cached_tokens = min(len(hits) * size, num_tokens - 1)
     return Plan(
         hits=hits,
         num_blocks=num_blocks,
-        num_needed=num_blocks - len(hits) + pool.num_free_among(hits),
+        num_needed=num_new + counts.num_free,
+        num_available=pool.num_available(account, counts.num_reserved),
+        num_added=num_added,
+        num_over_quota=num_over_quota(pool, account, num_blocks, num_added),
         num_cached_tokens=num_cached_tokens,
         num_pending_tokens=min((len(hits) + num_pending) * size, num_tokens - 1)
         - num_cached_tokens,

@@ -17,6 +17,7 @@ from prefixcache.core.extra_keys import (
 )
 from prefixcache.core.hashing import BlockHashes, Chain, Hasher, hash_blocks
 from prefixcache.core.pool import Pool
+from prefixcache.core.quota import check_quota
 from prefixcache.core.sequence import (
     AppendRow,
     AttentionRow,
@@ -40,8 +41,9 @@ def num_blocks_of(num_tokens: int, block_size: int) -> int:
 def append(pool: Pool, hasher: Hasher, sequence: Sequence, row: AppendRow) -> AppendResult:
     """Add tokens and the blocks they need; copy a partly filled last block that is not private.
 
-    Raises ExceedsPoolError or NoRoomError. The source of the copy before is let go, and what that
-    frees counts as room. The sequence's reference on the source of this copy becomes a copy hold.
+    Raises ExceedsPoolError, QuotaExceededError or NoRoomError. The source of the copy before is let
+    go, and what that frees counts as room. The sequence's reference on the source of this copy
+    becomes a copy hold.
     """
     size = pool.block_size
     old, new = sequence.num_tokens, sequence.num_tokens + len(row.token_ids)
@@ -52,11 +54,10 @@ def append(pool: Pool, hasher: Hasher, sequence: Sequence, row: AppendRow) -> Ap
     copied = old // size if grows and old % size and not _is_private(pool, sequence, old) else None
     num_added = max(0, num_blocks - len(sequence.block_table))
     needed = num_added + (copied is not None)
-    if needed > pool.num_free + _num_only_held_by_copy(pool, sequence):
-        raise NoRoomError(needed, pool.num_free, pool.num_referenced)
+    _check_room(pool, sequence, num_blocks, needed)
 
     release_copy_holds(pool, sequence)
-    taken = pool.take(needed)
+    taken = pool.take(needed, sequence.account)
     copies: tuple[BlockCopy, ...] = ()
     if copied is not None:
         source, destination = sequence.block_table[copied], int(taken[0])
@@ -105,7 +106,7 @@ def drop_blocks_after(pool: Pool, sequence: Sequence, num_tokens: int) -> tuple[
     release_copy_holds(pool, sequence)
     keep = num_blocks_of(num_tokens, pool.block_size)
     dropped = sequence.blocks(keep)
-    pool.release(dropped)
+    pool.release(dropped, sequence.account)
     del sequence.block_table[keep:]
     sequence.num_lookahead_tokens = 0
     return tuple(dropped.tolist())
@@ -173,7 +174,7 @@ def stop_registering(sequence: Sequence) -> None:
 
 def release_copy_holds(pool: Pool, sequence: Sequence) -> None:
     if sequence.copy_holds:
-        pool.release(np.array(sequence.copy_holds, dtype=np.int32))
+        pool.release(np.array(sequence.copy_holds, dtype=np.int32), sequence.account)
         sequence.copy_holds.clear()
 
 
@@ -192,8 +193,17 @@ def hash_new_blocks(hasher: Hasher, sequence: Sequence) -> None:
 def release_all(pool: Pool, sequence: Sequence) -> None:
     """Give back every block of a sequence that has ended."""
     release_copy_holds(pool, sequence)
-    pool.release(sequence.blocks())
+    pool.release(sequence.blocks(), sequence.account)
     del sequence.block_table[:]
+
+
+def _check_room(pool: Pool, sequence: Sequence, num_blocks: int, needed: int) -> None:
+    """Raises for a sequence of `num_blocks` blocks, `needed` of them new."""
+    account, returned = sequence.account, _num_only_held_by_copy(pool, sequence)
+    check_quota(pool, account, num_blocks, max(0, needed - returned))
+    available = pool.num_available(account)
+    if needed > available + returned:
+        raise NoRoomError(needed, available, pool.num_referenced)
 
 
 def _num_only_held_by_copy(pool: Pool, sequence: Sequence) -> int:

@@ -99,6 +99,7 @@ class Sequence:
     first_writable: K/V of positions below it are never written (they are somebody's hit).
     last_call, last_reply: what a repeat of the last applied state call is recognised by and
     answered with; an attention call clears it. Of an Append, the tokens are those of the sequence.
+    account: of the pool, which its blocks are charged to.
     commit_before: if the last call is an Append, the Commit just before it and its reply. An
     engine's step has both, and is repeated as a whole.
     last_attention_start: by layer, where its last applied attention call began; a state call clears
@@ -122,6 +123,7 @@ class Sequence:
     registers: bool
     last_attention_start: dict[int, int]
     created_at_s: float
+    account: int = 0
     num_lookahead_tokens: int = 0
     last_call: tuple[Any, ...] | None = None
     last_reply: Any = None
@@ -178,6 +180,7 @@ class Sequence:
             registers=self.registers,
             last_attention_start={},
             created_at_s=now_s,
+            account=self.account,
         )
 
 

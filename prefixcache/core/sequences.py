@@ -38,6 +38,7 @@ from prefixcache.core.sequence import (
 )
 from prefixcache.core.sessions import Session, SessionLimits
 from prefixcache.core.stats import Counters, PoolStats
+from prefixcache.core.tenants import Tenants
 from prefixcache.errors import (
     BeyondTokensError,
     BlocksInUseError,
@@ -46,6 +47,7 @@ from prefixcache.errors import (
     NoRoomError,
     NotComputedError,
     PrefixCacheError,
+    QuotaExceededError,
     RequestIdConflictError,
     SequenceBusyError,
     SequenceNotFoundError,
@@ -80,6 +82,7 @@ _RESULT_CODES: dict[type[PrefixCacheError], ResultCode] = {
     NoRoomError: ResultCode.NO_ROOM,
     ExceedsPoolError: ResultCode.EXCEEDS_POOL,
     BeyondTokensError: ResultCode.BEYOND_TOKENS,
+    QuotaExceededError: ResultCode.QUOTA_EXCEEDED,
 }
 
 
@@ -110,6 +113,7 @@ class Sequences:
         self.pool = pool
         self.hasher = hasher
         self.counters = Counters()
+        self.tenants = Tenants(pool)
         self._num_layers = num_layers
         self._caching = caching
         self._clock = clock
@@ -127,14 +131,16 @@ class Sequences:
         chain = self.hasher.chain(None, token_ids, extra_keys) if self._caching else None
         return Prompt(token_ids, extra_keys, chain)
 
-    def lookup(self, prompt: Prompt, num_lookahead_tokens: int, full_hit: FullHit) -> LookupResult:
+    def lookup(
+        self, prompt: Prompt, num_lookahead_tokens: int, full_hit: FullHit, account: int = 0
+    ) -> LookupResult:
         """What Allocate would find. Changes nothing, not even the order of eviction."""
-        plan = self._plan(prompt, num_lookahead_tokens, CacheUse.READ_WRITE, full_hit)
+        plan = self._plan(prompt, num_lookahead_tokens, CacheUse.READ_WRITE, full_hit, account)
         return LookupResult(
             num_cached_tokens=plan.num_cached_tokens,
             num_cached_blocks=len(plan.hits),
-            num_blocks_needed=plan.num_needed,
-            num_blocks_free=self.pool.num_free,
+            num_blocks_needed=max(plan.num_needed, plan.num_over_quota),
+            num_blocks_free=min(plan.num_available, max(0, plan.num_needed - plan.num_over_quota)),
             num_pending_tokens=plan.num_pending_tokens,
         )
 
@@ -148,12 +154,13 @@ class Sequences:
         cache_use: CacheUse = CacheUse.READ_WRITE,
         full_hit: FullHit = FullHit.LAST_TOKEN,
         resumed: bool = False,
+        account: int = 0,
     ) -> AllocateResult:
-        """A new sequence with references on its hits and its new blocks.
+        """A new sequence with references on its hits and its new blocks, of an account.
 
-        Raises ExceedsPoolError, NoRoomError, TooManySequencesError, TooManyOwnersError or
-        RequestIdConflictError. A repeat (same owner, request_id and content, sequence unchanged) is
-        answered with the first reply.
+        Raises ExceedsPoolError, QuotaExceededError, NoRoomError, TooManySequencesError,
+        TooManyOwnersError or RequestIdConflictError. A repeat (same owner, request_id and content,
+        sequence unchanged) is answered with the first reply.
         """
         call = ("allocate", num_lookahead_tokens, cache_use, full_hit, resumed, prompt.extra_keys)
         earlier = self.live.touch(owner).get(request_id)
@@ -162,17 +169,19 @@ class Sequences:
         self.live.check_can_add(owner, 1)
 
         num_tokens, size = len(prompt.token_ids), self.pool.block_size
-        plan = self._plan(prompt, num_lookahead_tokens, cache_use, full_hit)
+        plan = self._plan(prompt, num_lookahead_tokens, cache_use, full_hit, account)
         try:
-            plan.check_room(self.pool)
-        except ExceedsPoolError:
+            plan.check_room(self.pool, account)
+        except (ExceedsPoolError, QuotaExceededError):
             self.counters.allocation_refused += 1
+            self.tenants.count_refusal(account)
             raise
         except NoRoomError as error:
             self.counters.allocation_refused += 1
+            self.tenants.count_refusal(account)
             raise error.naming(self._holders.largest()) from None
-        self.pool.acquire(plan.hits)
-        new_blocks = self.pool.take(plan.num_blocks - len(plan.hits))
+        self.pool.acquire(plan.hits, account)
+        new_blocks = self.pool.take(plan.num_blocks - len(plan.hits), account)
         block_ids = np.concatenate((plan.hits, new_blocks))
 
         registers = cache_use.writes and self._caching
@@ -195,6 +204,7 @@ class Sequences:
             registers=registers,
             last_attention_start={},
             created_at_s=self._clock(),
+            account=account,
             num_lookahead_tokens=num_lookahead_tokens,
         )
         self.live.add(sequence)
@@ -218,6 +228,7 @@ class Sequences:
         num_lookahead_tokens: int = 0,
         cache_use: CacheUse = CacheUse.READ_WRITE,
         full_hit: FullHit = FullHit.LAST_TOKEN,
+        account: int = 0,
     ) -> Waiter | None:
         """In place of an `allocate` that would find pending blocks; None if that is to be made now.
 
@@ -227,16 +238,18 @@ class Sequences:
         if request_id in self.live.touch(owner):
             return None
         self.live.check_can_add(owner, 1)
-        plan = self._plan(prompt, num_lookahead_tokens, cache_use, full_hit)
-        if not plan.num_pending_tokens or plan.num_blocks > self.pool.num_blocks:
+        plan = self._plan(prompt, num_lookahead_tokens, cache_use, full_hit, account)
+        if not plan.num_pending_tokens or plan.num_blocks > self.pool.num_allowed(account):
             return None
         assert prompt.chain is not None
         return self.pending.wait(owner, prompt.chain.hashes[len(plan.hits)], wake)
 
     # ---- growth
 
-    def append(self, owner: bytes, batch: AppendBatch) -> AppendedBatch:
+    def append(self, owner: bytes, batch: AppendBatch, account: int = 0) -> AppendedBatch:
         """Append each row in turn; one that is refused is unchanged and the rest go on.
+
+        account: for which the blocks that are free after the batch are counted.
 
         With storage the caller makes the copies, between `begin_copies` (under the same lock) and
         `end_copies`.
@@ -251,9 +264,10 @@ class Sequences:
                 batch,
                 self._append_row,
                 self._begin_appended,
+                account,
             )
         results = [self._append_row(owner, row) for row in batch.rows()]
-        return AppendedBatch.of(results, self.pool.num_free)
+        return AppendedBatch.of(results, self.pool.num_available(account))
 
     def _append_row(self, owner: bytes, row: AppendRow) -> AppendResult:
         call = (
@@ -264,6 +278,7 @@ class Sequences:
             row.num_lookahead_tokens,
             row.extra_keys,
         )
+        sequence = None
         try:
             sequence = self.live.idle(owner, row.sequence_id)
             if sequence.last_call == call and sequence.has_tokens(
@@ -274,8 +289,9 @@ class Sequences:
             growth.check_position(sequence, row.start_position, sequence.num_tokens)
             reply = growth.append(self.pool, self.hasher, sequence, row)
         except PrefixCacheError as error:
-            if isinstance(error, (NoRoomError, ExceedsPoolError)):
+            if sequence and isinstance(error, (NoRoomError, ExceedsPoolError, QuotaExceededError)):
                 self.counters.append_refused += 1
+                self.tenants.count_refusal(sequence.account)
             return AppendResult(_RESULT_CODES[type(error)])
         self._applied(sequence, call, reply)
         if len(row.token_ids) >= self.pool.block_size:
@@ -368,7 +384,7 @@ class Sequences:
         parent.first_writable = num_tokens
         children = []
         for request_id in request_ids:
-            self.pool.acquire(parent.blocks())
+            self.pool.acquire(parent.blocks(), parent.account)
             child = parent.child(
                 self.live.new_id(), self.live.next_serial(), request_id, self._clock()
             )
@@ -534,12 +550,17 @@ class Sequences:
     # ---- inside
 
     def _plan(
-        self, prompt: Prompt, num_lookahead_tokens: int, cache_use: CacheUse, full_hit: FullHit
+        self,
+        prompt: Prompt,
+        num_lookahead_tokens: int,
+        cache_use: CacheUse,
+        full_hit: FullHit,
+        account: int,
     ) -> Plan:
         chain = prompt.chain if cache_use.reads else None
         num_tokens = len(prompt.token_ids)
         return plan_prompt(
-            self.pool, self.pending, num_tokens, chain, num_lookahead_tokens, full_hit
+            self.pool, self.pending, num_tokens, chain, num_lookahead_tokens, full_hit, account
         )
 
     def _repeated_allocate(

@@ -23,7 +23,12 @@ MAX_TEXT_CHARS = 512
 """Length of a message or a field: statuses travel in trailers, and gRPC drops large trailers."""
 RETRY_DELAY_S = 0.1
 """Suggested wait before a request that found no room, or no thread, comes again."""
-_RETRY_LATER = (errors.NoRoomError, errors.TooManyCallsError, errors.WaitedTooLongError)
+_RETRY_LATER = (
+    errors.NoRoomError,
+    errors.QuotaExceededError,
+    errors.TooManyCallsError,
+    errors.WaitedTooLongError,
+)
 
 STATUS_CODES: dict[type[PrefixCacheError], grpc.StatusCode] = {
     errors.InvalidArgumentError: grpc.StatusCode.INVALID_ARGUMENT,
@@ -64,7 +69,8 @@ def status_message(error: PrefixCacheError, boot_id: bytes) -> status_pb2.Status
         info.metadata[name] = _cut(str(value))
     status = status_pb2.Status(code=status_code(error).value[0], message=_cut(error.message))
     status.details.append(_packed(info))
-    if isinstance(error, _RETRY_LATER):
+    is_permanent = isinstance(error, errors.QuotaExceededError) and error.is_permanent
+    if isinstance(error, _RETRY_LATER) and not is_permanent:
         delay = duration_pb2.Duration(nanos=int(RETRY_DELAY_S * 1e9))
         status.details.append(_packed(error_details_pb2.RetryInfo(retry_delay=delay)))
     return status

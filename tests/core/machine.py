@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any, ClassVar
 
 import numpy as np
@@ -45,6 +46,7 @@ REFUSALS = {
     ResultCode.NO_ROOM: "NoRoomError",
     ResultCode.EXCEEDS_POOL: "ExceedsPoolError",
     ResultCode.BEYOND_TOKENS: "BeyondTokensError",
+    ResultCode.QUOTA_EXCEEDED: "QuotaExceededError",
 }
 TRUNKS = ([0] * 40, [0, 1] * 20, [1, 1, 0, 0, 2] * 8)
 
@@ -144,6 +146,14 @@ class BlockManagerMachine(SessionRules, RuleBasedStateMachine):
         self.copying: list[tuple[Any, int]] = []
         self.last_step: Callable[[], None] | None = None
 
+    def account_of(self, slot: bytes) -> int:
+        """Of what is allocated there."""
+        return 0
+
+    def tokens_of(self, slot: bytes, tokens: list[int]) -> list[int]:
+        """Tokens as they are there: no two groups of accounts have a prompt in common."""
+        return tokens
+
     # ---- both sides
 
     def both(self, real: Callable[[], Any], model: Callable[[], Any]) -> Any:
@@ -200,22 +210,35 @@ class BlockManagerMachine(SessionRules, RuleBasedStateMachine):
 
     # ---- rules
 
-    @rule(prompt=PROMPT, kind=KEY_KIND, lookahead=st.integers(0, 5), full=st.booleans())
-    def lookup(self, prompt: list[int], kind: int, lookahead: int, full: bool) -> None:
+    @rule(
+        slot=st.sampled_from((*OWNERS, *SLOTS)),
+        prompt=PROMPT,
+        kind=KEY_KIND,
+        lookahead=st.integers(0, 5),
+        full=st.booleans(),
+    )
+    def lookup(self, slot: bytes, prompt: list[int], kind: int, lookahead: int, full: bool) -> None:
+        account, prompt = self.account_of(slot), self.tokens_of(slot, prompt)
         keys = extra_keys(kind, self.model.size, 0, len(prompt))
         full_hit = FullHit.LAST_TOKEN if full else FullHit.LAST_BLOCK
         before = snapshot(self.sequences)
         found = self.sequences.lookup(
-            self.sequences.prepare(np.array(prompt, dtype=np.uint32), keys), lookahead, full_hit
+            self.sequences.prepare(np.array(prompt, dtype=np.uint32), keys),
+            lookahead,
+            full_hit,
+            account,
         )
         assert snapshot(self.sequences) == before
-        *expected, pending = self.model.lookup(prompt, keys, lookahead, full_hit)
-        assert [
-            found.num_cached_tokens,
-            found.num_cached_blocks,
-            found.num_blocks_needed,
-            found.num_blocks_free,
-        ] == expected
+        *hits, needed, available, refusal, pending = self.model.lookup(
+            prompt, keys, lookahead, full_hit, account
+        )
+        assert [found.num_cached_tokens, found.num_cached_blocks] == hits
+        assert (found.num_blocks_needed > found.num_blocks_free) == bool(refusal)
+        if refusal != "QuotaExceededError":
+            assert found.num_blocks_needed == needed
+            assert found.num_blocks_free <= available
+            if self.model.accounts[account].limit is None:
+                assert found.num_blocks_free == available
         self.agrees_on_pending(found.num_pending_tokens, pending)
 
     def agrees_on_pending(self, found: int, expected: int) -> None:
@@ -244,7 +267,8 @@ class BlockManagerMachine(SessionRules, RuleBasedStateMachine):
         **options: Any,
     ) -> None:
         keys = extra_keys(kind, self.model.size, 0, len(prompt))
-        owner = self.owner_in(slot)
+        owner, prompt = self.owner_in(slot), self.tokens_of(slot, prompt)
+        options["account"] = self.account_of(slot)
 
         def step() -> None:
             prepared = self.sequences.prepare(np.array(prompt, dtype=np.uint32), keys)
@@ -420,11 +444,16 @@ class BlockManagerMachine(SessionRules, RuleBasedStateMachine):
     @rule(count=st.integers(1, 12))
     def press(self, count: int) -> None:
         """Somebody without use for the cache takes blocks for a moment: eviction."""
-        tokens = [9] * (count * self.model.size)
+        tokens = self.tokens_of(b"press", [9] * (count * self.model.size))
+        account = self.account_of(b"press")
         prompt = self.sequences.prepare(np.array(tokens, dtype=np.uint32), ExtraKeys())
         result = self.both(
-            lambda: self.sequences.allocate(b"press", "", prompt, cache_use=CacheUse.NONE),
-            lambda: self.model.allocate(b"press", "", tokens, ExtraKeys(), cache_use=CacheUse.NONE),
+            lambda: self.sequences.allocate(
+                b"press", "", prompt, cache_use=CacheUse.NONE, account=account
+            ),
+            lambda: self.model.allocate(
+                b"press", "", tokens, ExtraKeys(), cache_use=CacheUse.NONE, account=account
+            ),
         )
         if result is not None:
             reply, (name, _, table, _) = result
@@ -533,7 +562,7 @@ class BlockManagerMachine(SessionRules, RuleBasedStateMachine):
         if not hasattr(self, "model"):
             return
         pool, model = self.sequences.pool, self.model
-        assert pool.free_order().tolist() == model.free_ids
+        assert pool.free_order().tolist() == sorted(model.free_ids, key=model._group_of)
         for block in model.blocks:
             assert pool.ref_cnt[block.block_id] == block.refs
             assert STATES[pool.state_of(block.block_id)] == block.state
@@ -543,6 +572,7 @@ class BlockManagerMachine(SessionRules, RuleBasedStateMachine):
             assert pool.block_of(block_hash) == block_id
         stats = self.sequences.stats()
         assert {name: getattr(stats, name) for name in stats.__slots__} == model.stats()
+        self.accounts_agree()
         self.sessions_agree()
         holders = {holder.sequence_id: holder for holder in self.sequences.live.all_holders()}
         expected = [*model.sequences.values(), *model.dying]
@@ -555,6 +585,23 @@ class BlockManagerMachine(SessionRules, RuleBasedStateMachine):
             assert holder.registers == sequence.registers
             assert holder.num_cached_blocks == sequence.cached_blocks
             assert holder.tokens(0, holder.num_tokens).tolist() == sequence.tokens
+
+    def accounts_agree(self) -> None:
+        pool, model = self.sequences.pool, self.model
+        assert pool.num_accounts == len(model.accounts)
+        assert pool.num_unreserved() == pool.num_blocks - model.reserved()
+        for number, account in enumerate(model.accounts):
+            assert asdict(pool.account(number)) == {
+                "group": account.group,
+                "guaranteed": account.guaranteed,
+                "max_blocks": account.limit,
+                "held": model.held(number),
+                "private": model.private(number),
+                "evictable": model.evictable(number),
+                "evictions": account.evictions,
+            }
+            assert pool.num_available(number) == model.available(number)
+            assert pool.num_allowed(number) == model.allowed(number)
 
     @invariant()
     def invariants_hold(self) -> None:

@@ -89,9 +89,10 @@ class Manager:
         *,
         lookahead: int = 0,
         full_hit: FullHit = FullHit.LAST_TOKEN,
+        account: int = 0,
     ) -> LookupResult:
         prompt = self.sequences.prepare(np.array(tokens, dtype=np.uint32), extra_keys)
-        return self.sequences.lookup(prompt, lookahead, full_hit)
+        return self.sequences.lookup(prompt, lookahead, full_hit, account)
 
     def hit(self, tokens: list[int], extra_keys: ExtraKeys = NO_EXTRA_KEYS) -> int:
         return self.lookup(tokens, extra_keys).num_cached_tokens

@@ -76,9 +76,9 @@ def test_acquire_takes_a_free_block_out_of_the_queue_and_counts_it_idle_before()
     pool = Pool(4, 2, False)
     blocks = filled(pool, chain_of([1, 2, 3, 4]))
     pool.release(blocks)
-    assert pool.num_free_among(blocks) == 2
+    assert pool.count_hits(blocks).num_free == 2
     pool.acquire(blocks)
-    assert pool.num_free_among(blocks) == 0
+    assert pool.count_hits(blocks).num_free == 0
     assert (pool.num_free, pool.num_evictable) == (2, 0)
 
 

@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from prefixcache.types import CacheUse, FullHit
+from tests.core.account_rules import GUARANTEES, LIMITS, AccountRules
 from tests.core.machine import REQUEST_IDS, TRUNKS, BlockManagerMachine, NoStorageMachine
 from tests.core.session_rules import OPEN_KEYS, OWNERS, SLOTS, TTLS_S
 
@@ -39,6 +40,18 @@ class TwoBitMachine(NoStorageMachine):
 
 class VerifyingMachine(NoStorageMachine):
     verify_hits = True
+
+
+class TenantsMachine(AccountRules, BlockManagerMachine):
+    pass
+
+
+class NoStorageTenantsMachine(AccountRules, NoStorageMachine):
+    pass
+
+
+class CollidingTenantsMachine(AccountRules, TwoBitMachine):
+    pass
 
 
 def run(machine: type[BlockManagerMachine], examples: int, steps: int) -> None:
@@ -73,6 +86,7 @@ def draw_step(rng: random.Random, machine: BlockManagerMachine) -> tuple[str, di
     name = rng.choices(list(WALK), list(WALK.values()))[0]
     arguments: dict[str, dict[str, Any]] = {
         "lookup": {
+            "slot": rng.choice((*OWNERS, *SLOTS)),
             "prompt": draw_prompt(rng),
             "kind": kind,
             "lookahead": rng.randrange(5),
@@ -124,6 +138,11 @@ def draw_step(rng: random.Random, machine: BlockManagerMachine) -> tuple[str, di
         "finish_copies": {},
         "repeat": {},
         "reset": {"force": rarely(3)},
+        "set_quota": {
+            "account": rng.randrange(4),
+            "guaranteed": rng.choice(GUARANTEES),
+            "limit": rng.choice(LIMITS),
+        },
         "expire": {"seconds": rng.choice((1.0, 1.0, 3.0, 10.0))},
     }
     return name, arguments[name]
@@ -149,6 +168,7 @@ WALK = {
     "connect_session": 2,
     "break_stream": 2,
     "close_session": 1,
+    "set_quota": 4,
 }
 
 
@@ -165,6 +185,7 @@ def walk(machine_class: type[BlockManagerMachine], seed: int, num_steps: int) ->
             "end_attention": machine.attention,
             "repeat": machine.last_step,
             "commit": machine.num_layers == 1,
+            "set_quota": isinstance(machine, AccountRules),
         }
         if not able.get(name, True):
             continue
@@ -185,11 +206,21 @@ MACHINES = (
     TwoBitMachine,
     VerifyingMachine,
 )
+TENANT_MACHINES = (TenantsMachine, NoStorageTenantsMachine, CollidingTenantsMachine)
 
 
 @pytest.mark.parametrize("machine", MACHINES)
 def test_every_call_agrees_with_the_naive_model(machine: type[BlockManagerMachine]) -> None:
     run(machine, examples=80, steps=40)
+
+
+@pytest.mark.parametrize("machine", TENANT_MACHINES)
+def test_every_call_of_tenants_with_quotas_agrees_with_the_naive_model(
+    machine: type[BlockManagerMachine],
+) -> None:
+    run(machine, examples=20, steps=40)
+    for seed in range(20):
+        walk(machine, seed, 250)
 
 
 @pytest.mark.parametrize("machine", MACHINES)
@@ -201,7 +232,7 @@ def test_long_random_histories_agree_with_the_naive_model(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("machine", MACHINES + TENANT_MACHINES)
 def test_a_hundred_thousand_random_calls_agree_with_the_naive_model(
     machine: type[BlockManagerMachine],
 ) -> None:
@@ -210,7 +241,7 @@ def test_a_hundred_thousand_random_calls_agree_with_the_naive_model(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("machine", MACHINES + TENANT_MACHINES)
 def test_every_call_agrees_with_the_naive_model_for_long(
     machine: type[BlockManagerMachine],
 ) -> None:

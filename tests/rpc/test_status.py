@@ -45,6 +45,7 @@ EXAMPLES = {
         errors.StorageOwnedError(),
         errors.ResourceExhaustedError("a quota"),
         errors.NoRoomError(12, 3, 40),
+        errors.QuotaExceededError(12, 3, 14),
         errors.TooManyStreamsError(256),
         errors.TooManySessionsError(256),
         errors.TooManyOwnersError(4096),
@@ -149,10 +150,16 @@ def test_a_status_carries_reason_numbers_and_boot_id_in_the_standard_form(error)
     kinds = [detail.TypeName() for detail in message.details[1:]]
     can_be_tried_again = type(error) in (
         errors.NoRoomError,
+        errors.QuotaExceededError,
         errors.TooManyCallsError,
         errors.WaitedTooLongError,
     )
     assert kinds == (["google.rpc.RetryInfo"] if can_be_tried_again else [])
+
+
+def test_a_quota_that_can_never_be_kept_asks_for_no_retry():
+    message = status_message(errors.QuotaExceededError(15, 3, 14), BOOT_ID)
+    assert [detail.TypeName() for detail in message.details] == ["google.rpc.ErrorInfo"]
 
 
 def test_the_field_of_a_bad_argument_survives():

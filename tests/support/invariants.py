@@ -41,6 +41,7 @@ def snapshot(sequences: Sequences) -> dict[str, Any]:
         "states": [pool.state_of(block) for block in range(pool.num_blocks)],
         "hashes": [pool.hash_of(block) for block in range(pool.num_blocks)],
         "stats": {name: getattr(stats, name) for name in stats.__slots__ if name not in refusals},
+        "accounts": [pool.account(number) for number in range(pool.num_accounts)],
         "sequences": [_progress(sequence) for sequence in sequences.live.all_holders()],
     }
 
@@ -78,9 +79,26 @@ def _check_free_queue(pool: Pool) -> None:
     assert len(order) == len(set(order)) == pool.num_free
     assert set(order) == {block for block in range(pool.num_blocks) if pool.ref_cnt[block] == 0}
     assert pool.num_free + pool.num_referenced == pool.num_blocks
+    _check_accounts(pool)
     cached = [block for block in order if pool.state_of(block) == REGISTERED]
     assert pool.num_evictable == len(cached)
     assert pool.num_blank == len(order) - len(cached) >= 0
+
+
+def _check_accounts(pool: Pool) -> None:
+    accounts = [pool.account(number) for number in range(pool.num_accounts)]
+    assert sum(account.evictable for account in accounts) == pool.num_evictable
+    assert sum(account.evictions for account in accounts) == pool.num_evictions
+    assert sum(account.private for account in accounts) <= pool.num_referenced
+    assert sum(account.held for account in accounts) >= pool.num_referenced
+    if pool.num_unreserved() < 0:
+        return
+    for number, account in enumerate(accounts):
+        # What is left of a guarantee can always be had, and nobody holds more than the others'
+        # guarantees leave.
+        assert account.private + pool.num_available(number) >= account.guaranteed
+        assert account.held <= pool.num_referenced
+        assert pool.num_available(number) <= pool.num_free
 
 
 def _check_index(pool: Pool) -> None:

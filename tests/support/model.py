@@ -19,34 +19,19 @@ from dataclasses import dataclass, field
 import cbor2
 
 from prefixcache.types import CacheUse, ExtraKeys, FullHit
-
-BLANK, REGISTERED, STANDBY = "plain", "registered", "standby"
+from tests.support.model_accounts import (
+    BLANK,
+    REGISTERED,
+    STANDBY,
+    Block,
+    Content,
+    ModelAccount,
+    ModelAccounts,
+    Refused,
+)
 
 HashBlock = Callable[[bytes, tuple[int, ...], tuple[tuple, ...]], bytes]
 """(parent, token ids, extra keys) -> digest."""
-Content = tuple[tuple[tuple[int, ...], tuple[tuple, ...]], ...]
-"""(token ids, extra keys) of a block and of all blocks before it."""
-
-
-class Refused(Exception):
-    """The name of the error class, and its numbers."""
-
-    def __init__(self, name: str, **numbers: int) -> None:
-        super().__init__(name)
-        self.name = name
-        self.numbers = numbers
-
-
-@dataclass
-class Block:
-    """`kv[layer][offset]` identifies the K/V in a slot; None is junk."""
-
-    block_id: int
-    kv: list[list[int | None]]
-    refs: int = 0
-    state: str = BLANK
-    hash: bytes | None = None
-    content: Content | None = None
 
 
 @dataclass
@@ -83,6 +68,7 @@ class ModelSequence:
     started: list[int | None]
     filling: int = 0
     """Leading full blocks that others may wait for."""
+    account: int = 0
     lookahead: int = 0
     holds: list[int] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
@@ -118,7 +104,7 @@ def cbor_hash_block(digest: Callable[[bytes], bytes]) -> HashBlock:
     return hash_block
 
 
-class Model:
+class Model(ModelAccounts):
     """The whole block manager. `hash_block` decides which contents collide."""
 
     def __init__(
@@ -157,6 +143,7 @@ class Model:
         self.max_sequences = max_sequences
         self.grace_s = grace_s
         self.evictions = 0
+        self.accounts = [ModelAccount(group=0)]
         self.counts = dict.fromkeys(
             (
                 *("requests", "queries_tokens", "hit_tokens", "queries_blocks", "hit_blocks"),
@@ -175,15 +162,30 @@ class Model:
     # ---- calls of clients
 
     def lookup(
-        self, tokens: list[int], keys: ExtraKeys, lookahead: int, full_hit: FullHit
-    ) -> tuple[int, int, int, int, int]:
-        """(cached tokens, cached blocks, blocks needed, blocks free, pending tokens)."""
-        hits = self._match(tokens, keys, full_hit)
-        needed = self._blocks_of(len(tokens) + lookahead) - len(hits)
-        needed += sum(self.blocks[hit].refs == 0 for hit in hits)
+        self,
+        tokens: list[int],
+        keys: ExtraKeys,
+        lookahead: int,
+        full_hit: FullHit,
+        account: int = 0,
+    ) -> tuple[int, int, int, int, str, int]:
+        """(cached tokens, cached blocks, blocks needed, blocks available, refusal, pending tokens).
+
+        The refusal is that of Allocate, empty if it finds room.
+        """
+        found = self._match(tokens, keys, full_hit)
+        hits = self._hits_for(account, found)
+        pending = self._pending(tokens, keys, full_hit, len(hits)) if hits == found else 0
+        num_blocks = self._blocks_of(len(tokens) + lookahead)
+        needed = num_blocks - len(hits) + sum(self.blocks[hit].refs == 0 for hit in hits)
+        available = self.available(account, self._for_sharing(account, hits))
+        try:
+            self._check_room(account, hits, num_blocks)
+            refusal = ""
+        except Refused as refused:
+            refusal = refused.name
         cached = min(len(hits) * self.size, len(tokens) - 1)
-        pending = self._pending(tokens, keys, full_hit, len(hits))
-        return cached, len(hits), needed, len(self.free_ids), pending
+        return cached, len(hits), needed, available, refusal, pending
 
     def allocate(
         self,
@@ -196,6 +198,7 @@ class Model:
         cache_use: CacheUse = CacheUse.READ_WRITE,
         full_hit: FullHit = FullHit.LAST_TOKEN,
         resumed: bool = False,
+        account: int = 0,
     ) -> tuple[int, int, list[int], int]:
         """(name, cached tokens, block table, pending tokens)."""
         self._touch(owner)
@@ -206,19 +209,19 @@ class Model:
                     return other.reply
                 raise Refused("RequestIdConflictError")
         self._check_can_add(owner, 1)
-        hits = self._match(tokens, keys, full_hit) if cache_use.reads else []
+        found = self._match(tokens, keys, full_hit) if cache_use.reads else []
+        hits = self._hits_for(account, found)
         num_blocks = self._blocks_of(len(tokens) + lookahead)
-        needed = num_blocks - len(hits) + sum(self.blocks[hit].refs == 0 for hit in hits)
-        if num_blocks > len(self.blocks):
+        try:
+            self._check_room(account, hits, num_blocks)
+        except Refused:
             self.counts["allocation_refused"] += 1
-            raise Refused("ExceedsPoolError", needed=num_blocks, num_blocks=len(self.blocks))
-        if needed > len(self.free_ids):
-            self.counts["allocation_refused"] += 1
-            raise self._no_room(needed)
-        pending = self._pending(tokens, keys, full_hit, len(hits)) if cache_use.reads else 0
+            raise
+        reads = cache_use.reads and hits == found
+        pending = self._pending(tokens, keys, full_hit, len(hits)) if reads else 0
         for hit in hits:
-            self._hold(hit)
-        table = hits + [self._take() for _ in range(num_blocks - len(hits))]
+            self._hold(hit, account)
+        table = hits + [self._take(account) for _ in range(num_blocks - len(hits))]
         cached = min(len(hits) * self.size, len(tokens) - 1)
         self._names += 1
         sequence = ModelSequence(
@@ -240,6 +243,7 @@ class Model:
             registers=cache_use.writes and self.caching,
             started=[None] * self.num_layers,
             filling=len(tokens) // self.size,
+            account=account,
             lookahead=lookahead,
         )
         self._add(sequence)
@@ -278,18 +282,23 @@ class Model:
                 copy = old // self.size
         added = max(0, num_blocks - len(sequence.table))
         ended = sum(self.blocks[block_id].refs == 1 for block_id in sequence.holds)
-        if added + (copy is not None) > len(self.free_ids) + ended:
+        needed, account = added + (copy is not None), sequence.account
+        try:
+            self._check_limit(account, num_blocks, needed - ended)
+            if needed > self.available(account) + ended:
+                raise Refused("NoRoomError")
+        except Refused:
             self.counts["append_refused"] += 1
-            raise Refused("NoRoomError")
+            raise
 
         self._end_holds(sequence)
         copies = []
         if copy is not None:
-            source, destination = sequence.table[copy], self._take()
+            source, destination = sequence.table[copy], self._take(account)
             sequence.table[copy] = destination
             copies = [(source, destination)]
             sequence.holds = [source]
-        new_ids = [self._take() for _ in range(added)]
+        new_ids = [self._take(account) for _ in range(added)]
         sequence.table += new_ids
         sequence.tokens += tokens
         sequence.labels += self._labels(old, tokens, _spans(keys))
@@ -348,7 +357,7 @@ class Model:
         children = []
         for request_id in request_ids:
             for block_id in parent.table:
-                self._hold(block_id)
+                self._hold(block_id, parent.account)
             self._names += 1
             child = ModelSequence(
                 name=self._names,
@@ -368,6 +377,7 @@ class Model:
                 cached_blocks=parent.cached_blocks,
                 registers=parent.registers,
                 started=[None] * self.num_layers,
+                account=parent.account,
             )
             self._add(child)
             children.append(child.name)
@@ -533,6 +543,7 @@ class Model:
         if referenced and not force:
             raise Refused("BlocksInUseError", referenced=referenced)
         dropped = len(self.index)
+        self.free_ids.sort(key=self._group_of)
         self.index, self.standbys = {}, {}
         for block in self.blocks:
             block.state, block.hash, block.content = BLANK, None, None
@@ -688,14 +699,18 @@ class Model:
                 keys.append(("prompt_embeds", digest))
         return tuple(keys)
 
-    def _hold(self, block_id: int) -> None:
+    def _hold(self, block_id: int, account: int) -> None:
         block = self.blocks[block_id]
         if block.refs == 0:
             self.free_ids.remove(block_id)
         block.refs += 1
+        if account not in block.holders:
+            block.holders.append(account)
+        block.charged_to = block.holders[0]
 
-    def _take(self) -> int:
-        block = self.blocks[self.free_ids.pop(0)]
+    def _take(self, account: int) -> int:
+        block = self._next_block(account)
+        self.free_ids.remove(block.block_id)
         if block.state == REGISTERED:
             waiting = self.standbys.get(block.hash, [])
             if waiting:
@@ -705,19 +720,22 @@ class Model:
             else:
                 del self.index[block.hash]
                 self.evictions += 1
+                self.accounts[block.charged_to].evictions += 1
         block.state, block.hash, block.content = BLANK, None, None
-        block.refs = 1
+        block.refs, block.holders, block.charged_to = 1, [account], account
         block.kv = [[None] * self.size for _ in range(self.num_layers)]
         return block.block_id
 
-    def _release(self, block_ids: list[int]) -> None:
+    def _release(self, block_ids: list[int], account: int) -> None:
         blank: list[int] = []
         for block_id in reversed(block_ids):
             block = self.blocks[block_id]
             block.refs -= 1
             assert block.refs >= 0
             if block.refs:
+                self._let_go(block, account)
                 continue
+            block.holders = []
             if block.state == REGISTERED:
                 self.free_ids.append(block_id)
                 continue
@@ -730,6 +748,18 @@ class Model:
                 block.state, block.hash, block.content = BLANK, None, None
             blank.append(block_id)
         self.free_ids = blank + self.free_ids
+
+    def _let_go(self, block: Block, account: int) -> None:
+        """One of the references that the tables still show is gone."""
+        references = [
+            sequence
+            for sequence in [*self.sequences.values(), *self.dying]
+            for block_id in [*sequence.table, *sequence.holds]
+            if block_id == block.block_id and sequence.account == account
+        ]
+        if len(references) == 1:
+            block.holders.remove(account)
+        block.charged_to = block.holders[0]
 
     def _slots_written(self, block: Block) -> int:
         if not block.refs:
@@ -786,16 +816,16 @@ class Model:
 
     def _bury(self, sequence: ModelSequence) -> None:
         if not sequence.alive and not sequence.busy and sequence in self.dying:
-            self.dying.remove(sequence)
             self._end_holds(sequence)
-            self._release(sequence.table)
+            self._release(sequence.table, sequence.account)
+            self.dying.remove(sequence)
 
     def _end_holds(self, sequence: ModelSequence) -> None:
         """The copy, which had time until now, is made, and its source let go."""
         if sequence.holds:
             for source, destination in sequence.copies:
                 self.copy_block(source, destination)
-            self._release(sequence.holds)
+            self._release(sequence.holds, sequence.account)
         sequence.holds, sequence.copies = [], []
 
     def _applied(self, sequence: ModelSequence, call: tuple, reply: object) -> None:
@@ -808,7 +838,7 @@ class Model:
     def _drop_tail(self, sequence: ModelSequence, num_tokens: int) -> list[int]:
         keep = self._blocks_of(num_tokens)
         dropped = sequence.table[keep:]
-        self._release(dropped)
+        self._release(dropped, sequence.account)
         sequence.table = sequence.table[:keep]
         sequence.lookahead = 0
         return dropped
@@ -865,10 +895,6 @@ class Model:
         if reads and not resumed:
             counts["queries_blocks"] += len(sequence.tokens) // self.size
             counts["hit_blocks"] += num_hits
-
-    def _no_room(self, needed: int) -> Refused:
-        free = len(self.free_ids)
-        return Refused("NoRoomError", needed=needed, free=free, referenced=len(self.blocks) - free)
 
     def _blocks_of(self, num_tokens: int) -> int:
         return math.ceil(num_tokens / self.size)

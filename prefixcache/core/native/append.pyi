@@ -14,4 +14,5 @@ def append_batch(
     batch: AppendBatch,
     append_row: Callable[[bytes, AppendRow], AppendResult],
     grown: Callable[[Sequence], None],
+    account: int = 0,
 ) -> AppendedBatch: ...

@@ -35,12 +35,16 @@ cdef array.array _COLUMN = _array("I")
 cdef int64_t _MAX_NEW_BLOCKS = 64
 
 
-def append_batch(Pool pool, hasher, dict live, bytes owner, batch, append_row, grown):
+def append_batch(
+    Pool pool, hasher, dict live, bytes owner, batch, append_row, grown, int32_t account=0
+):
     """Append each row in turn; returns what became of them.
 
     live: sequences by id. append_row: called with the owner and each row that is not plain. grown:
-    called with the sequence of each other row that has a block's tokens or more.
+    called with the sequence of each other row that has a block's tokens or more. account: for which
+    the blocks that are free after the batch are counted.
     """
+    pool._check_account(account)
     ids, starts, lengths, tokens, valids, lookaheads, extra_keys = batch
     cdef const uint64_t[::1] sequence_ids = ids
     cdef const uint32_t[::1] start_positions = starts, num_tokens = lengths, token_ids = tokens
@@ -122,7 +126,7 @@ def append_batch(Pool pool, hasher, dict live, bytes owner, batch, append_row, g
         num_copies,
         sources,
         destinations,
-        pool._queue.queue.length,
+        pool._num_available(account, 0),
     )
 
 
@@ -145,7 +149,7 @@ cdef Py_ssize_t _append_plain(
     cdef array.array token_ids = sequence.token_ids, table = sequence.block_table
     cdef int64_t size = pool.block_size, old = len(token_ids), num_added
     cdef Py_ssize_t index
-    cdef int32_t last
+    cdef int32_t last, account = 0
     if position != old:
         return -1
     if old % size:
@@ -153,12 +157,16 @@ cdef Py_ssize_t _append_plain(
         if pool._refs[last] != 1 or pool._state[last] != PLAIN:
             return -1
     num_added = (old + count + size - 1) // size - len(table)
-    if num_added > _MAX_NEW_BLOCKS or num_added > pool._queue.queue.length:
-        return -1
+    if num_added > 0:
+        account = sequence.account
+        if num_added > _MAX_NEW_BLOCKS or num_added > pool._num_available(account, 0):
+            return -1
+        if not pool._may_hold(account, len(table) + num_added, num_added):
+            return -1
     array.extend_buffer(token_ids, <char *>new_tokens, count)
     call = ("append", position, count, _ZERO, _ZERO, _NO_EXTRA_KEYS)
     if num_added > 0:
-        pool.take_into(taken, num_added)
+        pool.take_into(taken, num_added, account)
         array.extend_buffer(table, <char *>taken, num_added)
         new = tuple([taken[index] for index in range(num_added)])
         reply = _AppendResult(_OK, new)

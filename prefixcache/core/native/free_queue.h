@@ -1,6 +1,7 @@
 /* A doubly linked list through two columns of int32: 8 bytes a block, every step a few stores.
  *
- * Entry `num_blocks` of each column is the list's two ends: its next is the head, its prev the tail.
+ * Entry `ends` of each column, `num_blocks` or above, is the list's two ends: its next is the head,
+ * its prev the tail. Lists with other ends may share the columns, a block being in one at a time.
  */
 #ifndef PREFIXCACHE_FREE_QUEUE_H
 #define PREFIXCACHE_FREE_QUEUE_H
@@ -10,7 +11,7 @@
 #define QUEUE_ABSENT (-1)
 
 typedef struct {
-    int32_t *next, *prev; /* [num_blocks + 1]; QUEUE_ABSENT for a block that is not in the list */
+    int32_t *next, *prev; /* [num_blocks + number of lists]; QUEUE_ABSENT for a block that is not in the list */
     int32_t ends;
     int64_t length;
 } free_queue;
@@ -26,6 +27,11 @@ static inline void queue_fill(free_queue *queue) {
     if (ends) queue->prev[0] = ends;
     else queue->next[ends] = queue->prev[ends] = ends;
     queue->length = ends;
+}
+
+static inline void queue_start(free_queue *queue) {
+    queue->next[queue->ends] = queue->prev[queue->ends] = queue->ends;
+    queue->length = 0;
 }
 
 static inline int queue_has(const free_queue *queue, int32_t block) {
@@ -74,6 +80,19 @@ static inline void queue_pop(free_queue *queue, int64_t count, int32_t *blocks) 
     queue->next[ends] = block;
     queue->prev[block] = ends;
     queue->length -= count;
+}
+
+/* Put all blocks of another list behind the tail. */
+static inline void queue_splice(free_queue *queue, free_queue *other) {
+    if (!other->length) return;
+    int32_t ends = queue->ends, tail = queue->prev[ends];
+    int32_t first = other->next[other->ends], last = other->prev[other->ends];
+    queue->next[tail] = first;
+    queue->prev[first] = tail;
+    queue->next[last] = ends;
+    queue->prev[ends] = last;
+    queue->length += other->length;
+    queue_start(other);
 }
 
 #endif

@@ -11,15 +11,24 @@ from libc.stdint cimport int32_t
 
 
 cdef class FreeQueue:
-    """Block ids `0 ..< num_blocks`, at first all of them in that order."""
+    """Block ids `0 ..< num_blocks`, at first all of them in that order.
 
-    def __init__(self, Py_ssize_t num_blocks):
+    num_lists: how many lists there can be over the same columns, this one included.
+    """
+
+    def __init__(self, Py_ssize_t num_blocks, Py_ssize_t num_lists=1):
         cdef int32_t[:, ::1] columns
-        self._columns = columns = np.empty((2, num_blocks + 1), dtype=np.int32)
+        self._columns = columns = np.empty((2, num_blocks + num_lists), dtype=np.int32)
         self.queue.next = &columns[0, 0]
         self.queue.prev = &columns[1, 0]
         self.queue.ends = num_blocks
         queue_fill(&self.queue)
+
+    cdef void start(self, free_queue *other, Py_ssize_t number):
+        """Make another, empty list of blocks that are in none; this one has number 0."""
+        other.next, other.prev = self.queue.next, self.queue.prev
+        other.ends = self.queue.ends + number
+        queue_start(other)
 
     def __len__(self):
         return self.queue.length

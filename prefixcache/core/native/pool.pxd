@@ -1,8 +1,8 @@
 """What compiled modules may use of the pool."""
 
-from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
+from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
 
-from prefixcache.core.native.free_queue cimport FreeQueue
+from prefixcache.core.native.free_queue cimport FreeQueue, free_queue
 
 cdef extern from "hash_index.h" nogil:
     enum:
@@ -53,6 +53,68 @@ cdef extern from "contents.h" nogil:
     bint contents_same(const contents *all, int32_t block, int32_t holder, int32_t parent)
     void contents_share(contents *all, int32_t block, int32_t holder)
 
+cdef extern from "accounts.h" nogil:
+    enum:
+        MAX_ACCOUNTS
+    ctypedef struct account:
+        int32_t group
+        int64_t guaranteed
+        int64_t max_blocks
+        int64_t charged
+        int64_t shared
+        int64_t joined
+        int64_t evictable
+        int64_t evictions
+    ctypedef struct account_group:
+        free_queue *queue
+        free_queue own
+    ctypedef struct block_sharer:
+        pass
+    ctypedef struct account_book:
+        account *all
+        account_group *groups
+        int32_t count
+        int32_t num_groups
+        uint16_t *charge
+        int64_t *mark
+        block_sharer *sharers
+        int64_t num_sharers
+        int64_t capacity
+        int64_t num_unused
+        int64_t num_blocks
+        int64_t reserved
+        int64_t guaranteed
+    ctypedef struct hit_counts:
+        int64_t num_free
+        int64_t num_new
+        int64_t num_reserved
+        int64_t num_takeable
+    free_queue *book_queue(const account_book *book, int32_t block)
+    int64_t book_held(const account_book *book, int32_t number)
+    int64_t book_limit(const account_book *book, int32_t number)
+    int64_t book_findable(const account_book *book, int32_t number, int64_t num_blank)
+    int64_t book_available(
+        const account_book *book, int32_t number, int64_t num_blank, int64_t more
+    )
+    hit_counts book_count_hits(
+        const account_book *book,
+        int32_t number,
+        const int32_t *refs,
+        const int32_t *blocks,
+        int64_t count,
+    )
+    void change_charged(account_book *book, int32_t number, int64_t charged, int64_t shared)
+    void change_evictable(account_book *book, int32_t number, int64_t change)
+    void book_guarantee(account_book *book, int32_t number, int64_t guaranteed)
+    void book_charge(account_book *book, int32_t block, int32_t number)
+    void book_share(account_book *book, int32_t block, int32_t number)
+    void book_leave(account_book *book, int32_t block, int32_t number, int32_t refs)
+    void book_free(account_book *book, int32_t block, bint is_evictable)
+    void book_use(account_book *book, int32_t block)
+    void book_pop(
+        account_book *book, int32_t number, int64_t num_blank, int64_t count, int32_t *blocks
+    )
+
 cdef enum:
     PLAIN = 0
     REGISTERED = 1
@@ -63,6 +125,10 @@ cdef class Pool:
     cdef readonly object ref_cnt
     cdef readonly int64_t num_evictions
     cdef readonly int64_t num_evictable
+    cdef readonly int64_t num_free
+    cdef readonly bint keeps_accounts
+    cdef account_book _book
+    cdef object _sharers
     cdef FreeQueue _queue
     cdef list _columns
     cdef int32_t *_refs
@@ -75,7 +141,14 @@ cdef class Pool:
 
     cdef void *_zeros(self, Py_ssize_t count, object dtype) except NULL
     cdef void *_address(self, object column) except NULL
-    cdef void take_into(self, int32_t *blocks, Py_ssize_t count)
+    cdef void take_into(self, int32_t *blocks, Py_ssize_t count, int32_t account)
+    cdef int64_t _num_available(self, int32_t account, int64_t num_reserved)
+    cdef int64_t _num_findable(self, int32_t account)
+    cdef bint _may_hold(self, int32_t account, int64_t num_blocks, int64_t num_added)
+    cdef free_queue *_queue_of(self, int32_t block)
+    cdef int _keep_accounts(self) except -1
+    cdef int _make_sharers(self, int64_t count) except -1
+    cdef int _check_account(self, int32_t account) except -1
     cdef int _check(self, int32_t block_id) except -1
     cdef int _check_all(self, const int32_t[::1] block_ids) except -1
     cdef bytes _digests(self, hashes)

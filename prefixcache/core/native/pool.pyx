@@ -2,8 +2,8 @@
 """The block pool over flat columns; `prefixcache.core.pool` says what a pool is.
 
 Every block is a row in a few columns of numpy arrays: 70 to 86 bytes a block with digests of 32
-bytes. The index, the free queue, the rings of standbys and the contents are C structs over those
-columns, each in a header of its name.
+bytes, and 10 more once accounts are kept. The index, the free queue, the rings of standbys, the
+contents and the accounts are C structs over those columns, each in a header of its name.
 """
 
 import os
@@ -11,17 +11,23 @@ import os
 import numpy as np
 
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
-from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
+from libc.stdint cimport INT64_MAX, int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
 from libc.string cimport memcpy, memset
 
 from prefixcache.core.native.free_queue cimport (
     FreeQueue,
     free_queue,
     queue_insert,
+    queue_peek,
     queue_pop,
     queue_push_tail,
     queue_remove,
+    queue_splice,
 )
+
+from prefixcache.core.accounts import AccountUse, HitCounts
+
+cdef int64_t _NO_LIMIT = INT64_MAX
 
 cdef enum:
     EVICTION_COLUMNS_AHEAD = 16
@@ -44,7 +50,8 @@ cdef class Pool:
             raise ValueError(f"digest_bytes is {digest_bytes}, must be {INDEX_MIN_DIGEST_BYTES}+")
         self.num_blocks, self.block_size = num_blocks, block_size
         self.digest_bytes = digest_bytes
-        self._queue = FreeQueue(num_blocks)
+        self._queue = FreeQueue(num_blocks, MAX_ACCOUNTS)
+        self.num_free = num_blocks
         self._columns = []
         self.ref_cnt = np.zeros(num_blocks, dtype=np.int32)
         self._refs = <int32_t *>self._address(self.ref_cnt)
@@ -78,16 +85,12 @@ cdef class Pool:
     # ---- what it holds
 
     @property
-    def num_free(self):
-        return self._queue.queue.length
-
-    @property
     def num_blank(self):
-        return self._queue.queue.length - self.num_evictable
+        return self.num_free - self.num_evictable
 
     @property
     def num_referenced(self):
-        return self.num_blocks - self._queue.queue.length
+        return self.num_blocks - self.num_free
 
     @property
     def num_cached(self):
@@ -116,8 +119,25 @@ cdef class Pool:
         return None if block < 0 else block
 
     def free_order(self):
-        """Free blocks from the next one to be taken to the last one, `[num_free] int32`."""
-        return self._queue.order()
+        """Free blocks from the next one to be taken to the last one, `[num_free] int32`.
+
+        With accounts: the blank ones and those of group 0, then those of each other group.
+        """
+        if not self.keeps_accounts:
+            return self._queue.order()
+        order = np.empty(self.num_free, dtype=np.int32)
+        cdef int32_t[::1] blocks = order
+        cdef Py_ssize_t done = 0
+        cdef int32_t group
+        for group in range(self._book.num_groups):
+            if self._book.groups[group].queue.length:
+                queue_peek(
+                    self._book.groups[group].queue,
+                    self._book.groups[group].queue.length,
+                    &blocks[done],
+                )
+                done += self._book.groups[group].queue.length
+        return order
 
     def is_private(self, int32_t block_id):
         """True if one holder has it and nobody can find it: its slots may be written."""
@@ -141,43 +161,49 @@ cdef class Pool:
             num_found = self._num_equal(&found[0], num_found, chain)
         return block_ids[:num_found]
 
-    def num_free_among(self, const int32_t[::1] block_ids):
-        """How many of the blocks are free."""
-        cdef Py_ssize_t index, count = 0
-        self._check_all(block_ids)
-        for index in range(block_ids.shape[0]):
-            count += self._refs[block_ids[index]] == 0
-        return count
-
-    def acquire(self, const int32_t[::1] block_ids):
-        """One more reference on each of distinct, cached or referenced blocks."""
+    def acquire(self, const int32_t[::1] block_ids, int32_t account=0):
+        """One more reference of an account on each of distinct, cached or referenced blocks."""
         cdef Py_ssize_t index
         cdef int32_t block
         self._check_all(block_ids)
+        self._check_account(account)
+        if self.keeps_accounts:
+            self._make_sharers(block_ids.shape[0])
         for index in range(block_ids.shape[0]):
             block = block_ids[index]
             if self._refs[block] == 0:
-                queue_remove(&self._queue.queue, block)
+                queue_remove(self._queue_of(block), block)
                 self.num_evictable -= 1
+                self.num_free -= 1
+                if self.keeps_accounts:
+                    change_evictable(&self._book, self._book.charge[block], -1)
+                    book_charge(&self._book, block, account)
+            elif self.keeps_accounts:
+                book_share(&self._book, block, account)
             self._refs[block] += 1
 
-    def take(self, Py_ssize_t count):
-        """`count` plain blocks with one reference each, from the head of the free queue.
+    def take(self, Py_ssize_t count, int32_t account=0):
+        """`count` plain blocks with one reference of an account each, in the order of eviction.
 
-        Cached ones among them are evicted. The caller has checked `num_free`.
+        Cached ones among them are evicted. The caller has checked `num_available`.
         """
-        assert 0 <= count <= self._queue.queue.length
+        self._check_account(account)
+        assert 0 <= count <= self._num_findable(account)
         taken = np.empty(count, dtype=np.int32)
         if count == 0:
             return taken
         cdef int32_t[::1] blocks = taken
-        self.take_into(&blocks[0], count)
+        self.take_into(&blocks[0], count, account)
         return taken
 
-    cdef void take_into(self, int32_t *blocks, Py_ssize_t count):
+    cdef void take_into(self, int32_t *blocks, Py_ssize_t count, int32_t account):
         cdef Py_ssize_t index
         cdef int32_t block
-        queue_pop(&self._queue.queue, count, blocks)
+        if self.keeps_accounts:
+            book_pop(&self._book, account, self.num_free - self.num_evictable, count, blocks)
+        else:
+            queue_pop(&self._queue.queue, count, blocks)
+        self.num_free -= count
         for index in range(count):
             self._prefetch_evictions(&blocks[index], count - index)
             block = blocks[index]
@@ -186,9 +212,12 @@ cdef class Pool:
                 self.num_evictable -= 1
                 self._state[block] = PLAIN
                 self._evict(block)
+            if self.keeps_accounts:
+                self._book.charge[block] = account
+                self._book.mark[block] = 0
 
-    def release(self, const int32_t[::1] block_ids):
-        """One reference less on each of the distinct blocks of a table, last to first.
+    def release(self, const int32_t[::1] block_ids, int32_t account=0):
+        """One reference of an account less on each of distinct blocks of a table, last to first.
 
         Blocks that reach 0 go to the tail of the free queue if registered, and to its head, as one
         group, if not. A standby that reaches 0 becomes blank, and its hash's registered block is
@@ -198,13 +227,19 @@ cdef class Pool:
         cdef int32_t after = queue.ends, block, holder
         cdef Py_ssize_t index
         self._check_all(block_ids)
+        self._check_account(account)
         for index in range(block_ids.shape[0] - 1, -1, -1):
             block = block_ids[index]
             self._refs[block] -= 1
             if self._refs[block]:
+                if self.keeps_accounts and self._book.mark[block]:
+                    book_leave(&self._book, block, account, self._refs[block])
                 continue
+            self.num_free += 1
+            if self.keeps_accounts:
+                book_free(&self._book, block, self._state[block] == REGISTERED)
             if self._state[block] == REGISTERED:
-                queue_push_tail(queue, block)
+                queue_push_tail(self._queue_of(block), block)
                 self.num_evictable += 1
                 continue
             if self._state[block] == STANDBY:
@@ -212,8 +247,10 @@ cdef class Pool:
                 ring_remove(&self._rings, block)
                 holder = index_find(&self._index, index_digest(&self._index, block))
                 if self._refs[holder] == 0:
-                    queue_remove(queue, holder)
-                    queue_push_tail(queue, holder)
+                    queue_remove(self._queue_of(holder), holder)
+                    queue_push_tail(self._queue_of(holder), holder)
+                    if self.keeps_accounts:
+                        book_use(&self._book, holder)
             queue_insert(queue, block, after)
             after = block
 
@@ -243,7 +280,16 @@ cdef class Pool:
         return count
 
     def clear(self):
-        """Drop every hash. Free cached blocks become blank where they are in the queue."""
+        """Drop every hash. Free cached blocks become blank where they are in the queue.
+
+        With accounts: those of each group behind those of the one before.
+        """
+        cdef int32_t number
+        if self.keeps_accounts:
+            for number in range(1, self._book.num_groups):
+                queue_splice(&self._queue.queue, self._book.groups[number].queue)
+            for number in range(self._book.count):
+                change_evictable(&self._book, number, -self._book.all[number].evictable)
         memset(self._index.slots, 0, sizeof(uint64_t) << self._index.num_bits)
         memset(self._rings.after, 0, sizeof(int32_t) * self.num_blocks)
         memset(self._rings.before, 0, sizeof(int32_t) * self.num_blocks)
@@ -254,7 +300,175 @@ cdef class Pool:
             memset(self._contents.has_keys, 0, self.num_blocks)
             self._extra_keys.clear()
 
+    # ---- accounts
+
+    @property
+    def num_accounts(self):
+        return self._book.count if self.keeps_accounts else 1
+
+    def set_account(self, int32_t account, int32_t group, int64_t guaranteed, max_blocks):
+        """Keep accounts from now on, and give one its rules. `max_blocks`: None for no limit.
+
+        The next number makes a new account, in a group that there is or the next one; any other
+        changes an old one, whose group stays. Raises ValueError for anything else, and for a sum
+        of guarantees above the number of blocks.
+        """
+        cdef int64_t others
+        cdef bint is_new = account == self.num_accounts
+        if not 0 <= account < MAX_ACCOUNTS or account > self.num_accounts:
+            raise ValueError(f"account {account} of {self.num_accounts}, at most {MAX_ACCOUNTS}")
+        if self.keeps_accounts and not is_new and group != self._book.all[account].group:
+            raise ValueError(f"account {account} is of group {self._book.all[account].group}")
+        if not 0 <= group <= (self._book.num_groups if self.keeps_accounts else account):
+            raise ValueError(f"group {group} of {self._book.num_groups}")
+        others = 0
+        if self.keeps_accounts:
+            others = self._book.guaranteed
+            if not is_new:
+                others -= self._book.all[account].guaranteed
+        if not 0 <= guaranteed <= self.num_blocks - others:
+            raise ValueError(f"{guaranteed} blocks guaranteed, {others} to others")
+        if max_blocks is not None and max_blocks < guaranteed:
+            raise ValueError(f"{guaranteed} blocks guaranteed, and at most {max_blocks}")
+        if not self.keeps_accounts:
+            self._keep_accounts()
+        if is_new:
+            if group == self._book.num_groups:
+                self._queue.start(&self._book.groups[group].own, group)
+                self._book.groups[group].queue = &self._book.groups[group].own
+                self._book.num_groups += 1
+            self._book.all[account].group = group
+            self._book.count += 1
+        self._book.all[account].max_blocks = _NO_LIMIT if max_blocks is None else max_blocks
+        book_guarantee(&self._book, account, guaranteed)
+
+    def account(self, int32_t account):
+        """An account as it stands."""
+        self._check_account(account)
+        if not self.keeps_accounts:
+            held = self.num_referenced
+            return AccountUse(0, 0, None, held, held, self.num_evictable, self.num_evictions)
+        one = self._book.all[account]
+        return AccountUse(
+            one.group,
+            one.guaranteed,
+            None if one.max_blocks == _NO_LIMIT else one.max_blocks,
+            one.charged + one.joined,
+            one.charged - one.shared,
+            one.evictable,
+            one.evictions,
+        )
+
+    def num_unreserved(self):
+        """Blocks that are neither referenced nor guaranteed to an account that lacks them.
+
+        Below 0 while borrowed blocks stand against a guarantee that was raised.
+        """
+        if self.keeps_accounts:
+            return self._book.num_blocks - self._book.reserved
+        return self.num_free
+
+    def num_available(self, int32_t account=0, int64_t num_reserved=0):
+        """Blocks that an account can have now, when `num_reserved` go to what it shares."""
+        self._check_account(account)
+        return self._num_available(account, num_reserved)
+
+    def num_allowed(self, int32_t account=0):
+        """Blocks that an account may hold at most, those guaranteed to others regarded."""
+        self._check_account(account)
+        return book_limit(&self._book, account) if self.keeps_accounts else self.num_blocks
+
+    def max_blocks(self, int32_t account=0):
+        """The limit that was set for an account."""
+        self._check_account(account)
+        if not self.keeps_accounts or self._book.all[account].max_blocks == _NO_LIMIT:
+            return None
+        return self._book.all[account].max_blocks
+
+    def num_held(self, int32_t account=0):
+        """Blocks that an account references."""
+        self._check_account(account)
+        return book_held(&self._book, account) if self.keeps_accounts else self.num_referenced
+
+    def count_hits(self, const int32_t[::1] block_ids, int32_t account=0):
+        """What it would take an account to reference distinct cached blocks. Changes nothing."""
+        cdef Py_ssize_t index, num_blocks = block_ids.shape[0]
+        cdef hit_counts counts
+        cdef int64_t num_free = 0
+        self._check_all(block_ids)
+        self._check_account(account)
+        if self.keeps_accounts:
+            counts = book_count_hits(
+                &self._book, account, self._refs, &block_ids[0] if num_blocks else NULL, num_blocks
+            )
+            return HitCounts(
+                counts.num_free, counts.num_new, counts.num_reserved, counts.num_takeable
+            )
+        for index in range(num_blocks):
+            num_free += self._refs[block_ids[index]] == 0
+        return HitCounts(num_free, num_free, 0, num_blocks)
+
+    cdef int64_t _num_available(self, int32_t account, int64_t num_reserved):
+        if not self.keeps_accounts:
+            return self.num_free
+        cdef int64_t num_blank = self.num_free - self.num_evictable
+        return book_available(&self._book, account, num_blank, num_reserved)
+
+    cdef int64_t _num_findable(self, int32_t account):
+        if not self.keeps_accounts:
+            return self.num_free
+        return book_findable(&self._book, account, self.num_free - self.num_evictable)
+
+    cdef bint _may_hold(self, int32_t account, int64_t num_blocks, int64_t num_added):
+        """`prefixcache.core.quota`, of a sequence of `num_blocks` blocks."""
+        if not self.keeps_accounts:
+            return True
+        if num_blocks > book_limit(&self._book, account):
+            return False
+        return book_held(&self._book, account) + num_added <= self._book.all[account].max_blocks
+
+    cdef free_queue *_queue_of(self, int32_t block):
+        """The queue of an evictable block."""
+        return book_queue(&self._book, block) if self.keeps_accounts else &self._queue.queue
+
+    cdef int _keep_accounts(self) except -1:
+        """Everything so far is charged to account 0, and was used before anything from now on."""
+        cdef account_book *book = &self._book
+        book.charge = <uint16_t *>self._zeros(self.num_blocks, np.uint16)
+        book.mark = <int64_t *>self._zeros(self.num_blocks, np.int64)
+        book.all = <account *>self._zeros(MAX_ACCOUNTS * sizeof(account), np.uint8)
+        book.groups = <account_group *>self._zeros(MAX_ACCOUNTS * sizeof(account_group), np.uint8)
+        book.num_blocks = self.num_blocks
+        book.count = book.num_groups = 1
+        book.groups[0].queue = &self._queue.queue
+        change_charged(book, 0, self.num_referenced, 0)
+        change_evictable(book, 0, self.num_evictable)
+        book.all[0].evictions = self.num_evictions
+        book.all[0].max_blocks = _NO_LIMIT
+        self.keeps_accounts = True
+        return 0
+
+    cdef int _make_sharers(self, int64_t count) except -1:
+        """Make room for as many sharers more."""
+        cdef account_book *book = &self._book
+        cdef int64_t wanted = book.num_sharers + count - book.num_unused
+        if wanted <= book.capacity:
+            return 0
+        sharers = np.zeros(2 * wanted * sizeof(block_sharer), dtype=np.uint8)
+        cdef uint8_t[::1] view = sharers
+        if book.num_sharers:
+            memcpy(&view[0], book.sharers, book.num_sharers * sizeof(block_sharer))
+        self._sharers = sharers
+        book.sharers = <block_sharer *>&view[0]
+        book.capacity = 2 * wanted
+        return 0
+
     # ---- inside
+
+    cdef int _check_account(self, int32_t account) except -1:
+        if not 0 <= account < (self._book.count if self.keeps_accounts else 1):
+            raise IndexError(f"account {account} of {self.num_accounts}")
+        return 0
 
     cdef int _check(self, int32_t block_id) except -1:
         if not 0 <= block_id < self.num_blocks:
@@ -317,6 +531,8 @@ cdef class Pool:
         else:
             index_remove(&self._index, block)
             self.num_evictions += 1
+            if self.keeps_accounts:
+                self._book.all[self._book.charge[block]].evictions += 1
 
     # ---- verified hits
 

@@ -7,7 +7,8 @@ The queue is a ring of block ids with lazy deletion. `_position[block]` is the b
 the order, and a ring entry counts only while it is that place, so a block leaves the middle of
 the queue by forgetting its position, and every operation on many blocks is a few numpy calls.
 Stale entries are squeezed out when the ring is full; it holds twice the blocks, so that costs a
-constant amount per entry written. Rejected: a doubly linked list in columns (each step is a
+constant amount per entry written. Queues that a block is in one of at a time share the positions:
+each has its own range of them. Rejected: a doubly linked list in columns (each step is a
 scalar numpy access, about 100 ns) and an OrderedDict (a Python object a block).
 """
 
@@ -20,6 +21,8 @@ from prefixcache.types import BlockIds
 
 _ABSENT = np.iinfo(np.int64).min
 _MIN_SCAN = 64
+_MIN_CAPACITY = 128
+_POSITIONS_A_QUEUE = 1 << 48
 
 
 class FreeQueue:
@@ -33,9 +36,20 @@ class FreeQueue:
         self._ring: BlockIds = np.zeros(capacity, dtype=np.int32)
         self._ring[:num_blocks] = np.arange(num_blocks, dtype=np.int32)
         self._position: npt.NDArray[np.int64] = np.arange(num_blocks, dtype=np.int64)
+        self._first = 0
         self._head = 0
         self._tail = num_blocks
         self._length = num_blocks
+
+    def another(self, number: int) -> FreeQueue:
+        """An empty queue of blocks that are in none; this one has number 0."""
+        queue = FreeQueue.__new__(FreeQueue)
+        queue._mask = _MIN_CAPACITY - 1
+        queue._ring = np.zeros(_MIN_CAPACITY, dtype=np.int32)
+        queue._position = self._position
+        queue._first = queue._head = queue._tail = number * _POSITIONS_A_QUEUE
+        queue._length = 0
+        return queue
 
     def __len__(self) -> int:
         return self._length
@@ -79,7 +93,12 @@ class FreeQueue:
             found.append(live)
             missing -= len(live)
             position = end
-        return np.concatenate(found) if found else np.empty(0, dtype=np.int32)
+        if not found:
+            return np.empty(0, dtype=np.int32)
+        blocks = np.concatenate(found)
+        # The next call need not pass the stale entries before the head again.
+        self._head = int(self._position[blocks[0]])
+        return blocks
 
     def pop_head(self, count: int) -> BlockIds:
         """Take the first `count` blocks; `count` is at most the queue's length."""
@@ -108,5 +127,9 @@ class FreeQueue:
         if self._tail - self._head + count <= self._mask + 1:
             return
         live = self.order()
-        self._head, self._tail = 0, len(live)
-        self._write(0, live)
+        if 2 * (len(live) + count) > self._mask + 1:
+            capacity = 1 << (4 * (len(live) + count)).bit_length()
+            self._mask = capacity - 1
+            self._ring = np.zeros(capacity, dtype=np.int32)
+        self._head, self._tail = self._first, self._first + len(live)
+        self._write(self._first, live)

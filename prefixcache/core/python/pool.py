@@ -11,7 +11,9 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from prefixcache.core.accounts import AccountUse, HitCounts
 from prefixcache.core.hashing import Chain
+from prefixcache.core.python.accounts import Accounts
 from prefixcache.core.python.contents import Contents
 from prefixcache.core.python.free_queue import FreeQueue
 from prefixcache.types import BlockHash, BlockIds
@@ -40,14 +42,16 @@ class Pool:
         self._index: dict[BlockHash, int] = {}
         self._standbys: dict[BlockHash, list[int]] = {}
         self._queue = FreeQueue(num_blocks)
+        self._num_free = num_blocks
         self._num_evictable = 0
+        self._accounts: Accounts | None = None
         self._contents = Contents(num_blocks, block_size) if verify_hits else None
 
     # ---- what it holds
 
     @property
     def num_free(self) -> int:
-        return len(self._queue)
+        return self._num_free
 
     @property
     def num_evictable(self) -> int:
@@ -55,11 +59,11 @@ class Pool:
 
     @property
     def num_blank(self) -> int:
-        return len(self._queue) - self._num_evictable
+        return self._num_free - self._num_evictable
 
     @property
     def num_referenced(self) -> int:
-        return self.num_blocks - len(self._queue)
+        return self.num_blocks - self._num_free
 
     @property
     def num_cached(self) -> int:
@@ -77,8 +81,13 @@ class Pool:
         return self._index.get(block_hash)
 
     def free_order(self) -> BlockIds:
-        """Free blocks from the next one to be taken to the last one, `[num_free] int32`."""
-        return self._queue.order()
+        """Free blocks from the next one to be taken to the last one, `[num_free] int32`.
+
+        With accounts: the blank ones and those of group 0, then those of each other group.
+        """
+        if self._accounts is None:
+            return self._queue.order()
+        return np.concatenate([queue.order() for queue in self._accounts.queues()])
 
     def is_private(self, block_id: int) -> bool:
         """True if one holder has it and nobody can find it: its slots may be written."""
@@ -100,34 +109,41 @@ class Pool:
             block_ids = block_ids[: self._contents.num_equal(block_ids, chain)]
         return block_ids
 
-    def num_free_among(self, block_ids: BlockIds) -> int:
-        """How many of the blocks are free."""
-        return len(block_ids) - int(np.count_nonzero(self.ref_cnt[block_ids]))
-
-    def acquire(self, block_ids: BlockIds) -> None:
-        """One more reference on each of distinct, cached or referenced blocks."""
-        free = block_ids[self.ref_cnt[block_ids] == 0]
+    def acquire(self, block_ids: BlockIds, account: int = 0) -> None:
+        """One more reference of an account on each of distinct, cached or referenced blocks."""
+        is_free = self.ref_cnt[block_ids] == 0
+        free = block_ids[is_free]
         if len(free):
-            self._queue.remove(free)
+            self._leave_queue(free)
+            self._num_free -= len(free)
             self._num_evictable -= len(free)
+        if self._accounts is not None:
+            self._accounts.reuse(free, account)
+            self._accounts.share(block_ids[~is_free], account)
         self.ref_cnt[block_ids] += 1
 
-    def take(self, count: int) -> BlockIds:
-        """`count` plain blocks with one reference each, from the head of the free queue.
+    def take(self, count: int, account: int = 0) -> BlockIds:
+        """`count` plain blocks with one reference of an account each, in the order of eviction.
 
-        Cached ones among them are evicted. The caller has checked `num_free`.
+        Cached ones among them are evicted. The caller has checked `num_available`.
         """
-        taken = self._queue.pop_head(count)
+        if self._accounts is None:
+            taken = self._queue.pop_head(count)
+        else:
+            taken = self._accounts.pop(account, self.num_blank, count)
+        self._num_free -= count
         self.ref_cnt[taken] = 1
         cached = taken[self._state[taken] == REGISTERED]
         if len(cached):
             self._num_evictable -= len(cached)
             self._state[cached] = PLAIN
             self._evict(cached.tolist())
+        if self._accounts is not None:
+            self._accounts.charge[taken] = account
         return taken
 
-    def release(self, block_ids: BlockIds) -> None:
-        """One reference less on each of the distinct blocks of a table, last to first.
+    def release(self, block_ids: BlockIds, account: int = 0) -> None:
+        """One reference of an account less on each of distinct blocks of a table, last to first.
 
         Blocks that reach 0 go to the tail of the free queue if registered, and to its head, as one
         group, if not. A standby that reaches 0 becomes blank, and its hash's registered block is
@@ -137,15 +153,23 @@ class Pool:
             return
         backwards = block_ids[::-1]
         self.ref_cnt[backwards] -= 1
-        freed = backwards[self.ref_cnt[backwards] == 0]
+        is_free = self.ref_cnt[backwards] == 0
+        freed = backwards[is_free]
         states = self._state[freed]
         registered = states == REGISTERED
+        if self._accounts is not None:
+            self._accounts.leave(backwards[~is_free], account, self.ref_cnt)
+            self._accounts.free(freed, registered)
         if (states == STANDBY).any():
             to_tail = self._retire_standbys(freed, states)
         else:
             to_tail = freed[registered]
+        self._num_free += len(freed)
         self._num_evictable += int(np.count_nonzero(registered))
-        self._queue.push_tail(to_tail)
+        if self._accounts is None:
+            self._queue.push_tail(to_tail)
+        else:
+            self._accounts.push_tail(to_tail)
         self._queue.push_head(freed[~registered])
 
     def register(self, block_ids: BlockIds, chain: Chain, parent: int | None) -> int:
@@ -171,7 +195,10 @@ class Pool:
         return done
 
     def clear(self) -> None:
-        """Drop every hash. Free cached blocks become blank where they are in the queue."""
+        """Drop every hash. Free cached blocks become blank where they are in the queue.
+
+        With accounts: those of each group behind those of the one before.
+        """
         self._index.clear()
         self._standbys.clear()
         self._hash_of = [None] * self.num_blocks
@@ -179,8 +206,86 @@ class Pool:
         self._num_evictable = 0
         if self._contents is not None:
             self._contents.clear()
+        if self._accounts is not None:
+            self._accounts.clear()
+
+    # ---- accounts
+
+    @property
+    def keeps_accounts(self) -> bool:
+        return self._accounts is not None
+
+    @property
+    def num_accounts(self) -> int:
+        return 1 if self._accounts is None else len(self._accounts)
+
+    def set_account(
+        self, account: int, group: int, guaranteed: int, max_blocks: int | None
+    ) -> None:
+        """Keep accounts from now on, and give one its rules. `max_blocks`: None for no limit.
+
+        The next number makes a new account, in a group that there is or the next one; any other
+        changes an old one, whose group stays. Raises ValueError for anything else, and for a sum
+        of guarantees above the number of blocks.
+        """
+        accounts = self._accounts
+        if accounts is None:
+            accounts = Accounts(self._queue, self.num_blocks)
+            accounts.start(self.num_referenced, self._num_evictable, self.num_evictions)
+        accounts.set_rules(account, group, guaranteed, max_blocks)
+        self._accounts = accounts
+
+    def account(self, account: int) -> AccountUse:
+        """An account as it stands."""
+        if self._accounts is not None:
+            return self._accounts.use(account)
+        held = self.num_referenced
+        return AccountUse(0, 0, None, held, held, self._num_evictable, self.num_evictions)
+
+    def num_unreserved(self) -> int:
+        """Blocks that are neither referenced nor guaranteed to an account that lacks them.
+
+        Below 0 while borrowed blocks stand against a guarantee that was raised.
+        """
+        if self._accounts is None:
+            return self._num_free
+        return self.num_blocks - self._accounts.reserved
+
+    def num_available(self, account: int = 0, num_reserved: int = 0) -> int:
+        """Blocks that an account can have now, when `num_reserved` go to what it shares."""
+        if self._accounts is None:
+            return self._num_free
+        return self._accounts.num_available(account, self.num_blank, num_reserved)
+
+    def num_allowed(self, account: int = 0) -> int:
+        """Blocks that an account may hold at most, those guaranteed to others regarded."""
+        return self.num_blocks if self._accounts is None else self._accounts.num_allowed(account)
+
+    def max_blocks(self, account: int = 0) -> int | None:
+        """The limit that was set for an account."""
+        return None if self._accounts is None else self._accounts.use(account).max_blocks
+
+    def num_held(self, account: int = 0) -> int:
+        """Blocks that an account references."""
+        if self._accounts is None:
+            return self.num_referenced
+        return self._accounts.use(account).held
+
+    def count_hits(self, block_ids: BlockIds, account: int = 0) -> HitCounts:
+        """What it would take an account to reference distinct cached blocks. Changes nothing."""
+        is_free = self.ref_cnt[block_ids] == 0
+        if self._accounts is not None:
+            return self._accounts.count_hits(block_ids, is_free, account)
+        num_free = int(np.count_nonzero(is_free))
+        return HitCounts(num_free, num_free, 0, len(block_ids))
 
     # ---- inside
+
+    def _leave_queue(self, evictable: BlockIds) -> None:
+        if self._accounts is None:
+            self._queue.remove(evictable)
+        else:
+            self._accounts.remove(evictable)
 
     def _register_new(
         self, block_ids: BlockIds, hashes: Sequence[BlockHash], parent: int | None
@@ -219,6 +324,8 @@ class Pool:
             else:
                 del index[block_hash]
                 self.num_evictions += 1
+                if self._accounts is not None:
+                    self._accounts.count_eviction(block)
 
     def _promote(self, block_hash: BlockHash) -> None:
         """The registered block is gone: the longest standing standby takes its place."""
@@ -246,6 +353,6 @@ class Pool:
                     del self._standbys[block_hash]
                 holder = self._index[block_hash]
                 if self.ref_cnt[holder] == 0:
-                    self._queue.remove(np.array([holder], dtype=np.int32))
+                    self._leave_queue(np.array([holder], dtype=np.int32))
                     to_tail.append(holder)
         return np.array(to_tail, dtype=np.int32)

@@ -31,6 +31,7 @@ class ResultCode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     RESULT_CODE_NO_ROOM: _ClassVar[ResultCode]
     RESULT_CODE_EXCEEDS_POOL: _ClassVar[ResultCode]
     RESULT_CODE_BEYOND_TOKENS: _ClassVar[ResultCode]
+    RESULT_CODE_QUOTA_EXCEEDED: _ClassVar[ResultCode]
 CACHE_USE_UNSPECIFIED: CacheUse
 CACHE_USE_READ_WRITE: CacheUse
 CACHE_USE_NO_READ: CacheUse
@@ -47,6 +48,7 @@ RESULT_CODE_BUSY: ResultCode
 RESULT_CODE_NO_ROOM: ResultCode
 RESULT_CODE_EXCEEDS_POOL: ResultCode
 RESULT_CODE_BEYOND_TOKENS: ResultCode
+RESULT_CODE_QUOTA_EXCEEDED: ResultCode
 
 class Lora(_message.Message):
     __slots__ = ("name", "path")
