@@ -28,6 +28,7 @@ LIVE_SECTION = "Growth with live sequences, a sequence"
 _ALGORITHM = "sha256_cbor"
 _ONE_TOKEN = np.array([7], dtype=np.uint32)
 _BATCH = 10
+_HEAD_BLOCKS = 16
 _ROUNDS = Rounds(fewest=5, most=40, budget_s=10.0)
 
 
@@ -60,9 +61,9 @@ def measure_growth(
     for index, blocks in enumerate(settings.blocks, start=1):
         pools.append(FullPool(blocks, settings, block_size, by_pool))
         progress("filling pools", index / len(settings.blocks))
-    crowds = []
+    crowds: list[Crowd | Fillers] = []
     for index, live in enumerate(settings.live, start=1):
-        crowds.append(Crowd(live, block_size, by_live))
+        crowds += Crowd(live, block_size, by_live), Fillers(live, block_size, by_live)
         progress("making sequences", index / len(settings.live))
     run_rounds(
         [pool.round for pool in pools],
@@ -209,3 +210,33 @@ class Crowd:
         row = CommitRow(reply.sequence_id, 0, len(prompt.token_ids))
         self._sequences.commit(self._owner, [row])
         return reply.sequence_id
+
+
+class Fillers:
+    """Live sequences that compute their prompts, which have one head: all of it is pending."""
+
+    def __init__(self, live: int, block_size: int, laps: Laps[Key]) -> None:
+        self._laps, self._live = laps, live
+        num_blocks = 2 * _HEAD_BLOCKS * (live + 1)
+        self._sequences = make_block_manager(num_blocks, block_size, _ALGORITHM)
+        self._owner = secrets.token_bytes(16)
+        self._tails = Prompts(_HEAD_BLOCKS * block_size)
+        self._head = self._tails.next()
+        for _ in range(live):
+            self._sequences.allocate(self._owner, "", self._prepare())
+
+    def round(self) -> None:
+        count = min(_BATCH, self._live)
+        prompts = [self._prepare() for _ in range(count)]
+        key = Key("allocate + free, among prompts that are computed", self._live)
+        self._laps.time_each(key, count, lambda: self._come_and_go(prompts))
+
+    def _come_and_go(self, prompts: list[Prompt]) -> None:
+        for prompt in prompts:
+            reply = self._sequences.allocate(self._owner, "", prompt)
+            assert reply.num_pending_tokens == len(self._head)
+            self._sequences.free(self._owner, [reply.sequence_id])
+
+    def _prepare(self) -> Prompt:
+        tokens = np.concatenate((self._head, self._tails.next()))
+        return self._sequences.prepare(tokens, NO_EXTRA_KEYS)

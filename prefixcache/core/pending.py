@@ -78,18 +78,23 @@ class PendingBlocks:
             self._fillers[sequence.serial] = filler
             insort(self._sorted, (chain, sequence.serial, filler))
 
-    def advance(self, sequence: Sequence) -> None:
-        """More of the sequence's blocks may be cached, or it may have ceased to register."""
+    def advance(self, sequence: Sequence, start: int) -> None:
+        """Blocks of the sequence are cached from `start` on, or it has ceased to register."""
+        end = sequence.num_cached_blocks
         filler = self._fillers.get(sequence.serial)
         if filler is None:
+            self._wake(sequence.hashes, start, end)
             return
-        start, filler.num_cached = filler.num_cached, sequence.num_cached_blocks
+        filler.num_cached = end
         num_blocks = len(filler.chain) // self._digest_bytes
-        if not sequence.registers or filler.num_cached >= num_blocks:
+        if not sequence.registers:
             self._drop(filler)
             self._wake(filler.chain, start, num_blocks)
-        else:
-            self._wake(filler.chain, start, filler.num_cached)
+            return
+        if end >= num_blocks:
+            self._drop(filler)
+        # Decoding may have added blocks that the filler's chain does not have.
+        self._wake(sequence.hashes, start, end)
 
     def cut(self, sequence: Sequence, num_blocks: int) -> None:
         """The sequence has only so many full blocks left."""
@@ -179,11 +184,11 @@ class PendingBlocks:
                 most = middle - 1
         return equal
 
-    def _wake(self, chain: bytes, start: int, end: int) -> None:
+    def _wake(self, chain: bytes | bytearray, start: int, end: int) -> None:
         """Wake those that wait for one of the blocks `start ..< end` of a chain."""
         if not self._waiters:
             return
         width = self._digest_bytes
         for at in range(start * width, end * width, width):
-            for waiter in self._waiters.get(chain[at : at + width], ()):
+            for waiter in self._waiters.get(bytes(chain[at : at + width]), ()):
                 waiter.wake()

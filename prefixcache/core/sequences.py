@@ -611,5 +611,7 @@ class Sequences:
         self._commit(sequence, num_computed)
 
     def _commit(self, sequence: Sequence, num_computed: int) -> None:
+        start, registers = sequence.num_cached_blocks, sequence.registers
         growth.commit(self.pool, sequence, num_computed)
-        self.pending.advance(sequence)
+        if sequence.num_cached_blocks > start or sequence.registers != registers:
+            self.pending.advance(sequence, start)

@@ -18,6 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from prefixcache.core.append_batch import AppendBatch
 from prefixcache.core.hashing import HashAlgorithm, Hasher
+from prefixcache.core.pending import Waiter
 from prefixcache.core.pool import PLAIN, REGISTERED, STANDBY, Pool
 from prefixcache.core.sequence import AppendRow, CommitRow
 from prefixcache.core.sequences import Sequences
@@ -144,6 +145,7 @@ class BlockManagerMachine(SessionRules, RuleBasedStateMachine):
         self.ids: dict[int, int] = {}
         self.attention: list[tuple[Any, tuple]] = []
         self.copying: list[tuple[Any, int]] = []
+        self.waiters: list[tuple[Waiter, list[bool], Any]] = []
         self.last_step: Callable[[], None] | None = None
 
     def account_of(self, slot: bytes) -> int:
@@ -240,6 +242,31 @@ class BlockManagerMachine(SessionRules, RuleBasedStateMachine):
             if self.model.accounts[account].limit is None:
                 assert found.num_blocks_free == available
         self.agrees_on_pending(found.num_pending_tokens, pending)
+
+    @rule(prompt=PROMPT, kind=KEY_KIND)
+    def wait(self, prompt: list[int], kind: int) -> None:
+        """A call that waits as long as it is not told to look again."""
+        keys = extra_keys(kind, self.model.size, 0, len(prompt))
+        prepared = self.sequences.prepare(np.array(prompt, dtype=np.uint32), keys)
+        found = self.sequences.lookup(prepared, 0, FullHit.LAST_TOKEN)
+        if found.num_pending_tokens:
+            assert prepared.chain is not None
+            missing = prepared.chain.hashes[found.num_cached_blocks]
+            told: list[bool] = []
+            waiter = self.sequences.pending.wait(b"waits", missing, lambda: told.append(True))
+            self.waiters.append((waiter, told, (prompt, keys, 0, FullHit.LAST_TOKEN)))
+
+    def those_that_wait_have_something_to_wait_for(self) -> None:
+        """Digests that collide may tell one too often, and never too seldom."""
+        still = []
+        for waiter, told, call in self.waiters:
+            if told:
+                self.sequences.pending.stop_waiting(waiter)
+            else:
+                still.append((waiter, told, call))
+                assert self.digest is not sha256 or self.model.lookup(*call)[-1]
+        self.waiters = still
+        assert self.sequences.pending.num_waiters == len(still)
 
     def agrees_on_pending(self, found: int, expected: int) -> None:
         """Digests that collide may show more than there is."""
@@ -607,6 +634,7 @@ class BlockManagerMachine(SessionRules, RuleBasedStateMachine):
     def invariants_hold(self) -> None:
         if not hasattr(self, "model"):
             return
+        self.those_that_wait_have_something_to_wait_for()
         exact = self.digest is sha256
         check_invariants(self.sequences, self.parent_of if exact else None)
         chains = self.model.chains()
@@ -625,6 +653,8 @@ class BlockManagerMachine(SessionRules, RuleBasedStateMachine):
             self.sequences.free(self.real(sequence.owner), [self.ids[sequence.name]])
             self.model.free(sequence.owner, sequence.name)
         self.agrees_with_the_model()
+        self.those_that_wait_have_something_to_wait_for()
+        assert not self.waiters
         assert self.sequences.pool.num_referenced == 0
         assert self.sequences.stats().sequences == 0
 

@@ -321,6 +321,21 @@ def test_an_owner_does_not_expire_while_it_waits() -> None:
     assert manager.sequences.expire() == 0
 
 
+def test_what_decoding_caches_is_told_too() -> None:
+    manager = Manager(16)
+    slow, fast = manager.allocate(T(12)), manager.allocate(T(5))
+    for token in T(8)[5:]:
+        manager.append(fast, [token])
+    call = Call(manager, T(9))
+    manager.commit(fast, until=4)
+    assert call.num_woken == 1
+    assert call.look()
+    manager.commit(fast)
+    assert call.num_woken == 2
+    assert not call.look()
+    manager.free(slow)
+
+
 # ---- digests that collide
 
 

@@ -103,6 +103,7 @@ def draw_step(rng: random.Random, machine: BlockManagerMachine) -> tuple[str, di
             "resumed": rarely(10),
             "compute": not rarely(3),
         },
+        "wait": {"prompt": draw_prompt(rng), "kind": kind},
         "append": {
             **pick,
             "tokens": [rng.randrange(2) for _ in range(rng.choice((0, 1, 1, 2, 3, 6)))],
@@ -161,6 +162,7 @@ WALK = {
     "commit": 6,
     "finish_copies": 8,
     "lookup": 4,
+    "wait": 6,
     "repeat": 5,
     "reset": 1,
     "expire": 2,
