@@ -41,6 +41,7 @@ from prefixcache.client.home_process import AsyncProcess, HomeProcess
 from prefixcache.client.lease import Lease, owner_of, rows_by_lease
 from prefixcache.client.lost_requests import FREE_TIMEOUT_S, LostRequest
 from prefixcache.client.messages import Call, ResultT
+from prefixcache.client.opening import AsyncOpening
 from prefixcache.client.results import SequenceInfo, ServerInfo, SessionInfo
 from prefixcache.client.sequence_state import SequenceState
 from prefixcache.client.tensors import TensorT
@@ -136,7 +137,7 @@ class AsyncClient:
         # In place of a session that has not been opened yet, too.
         self._lease = Lease.without_session()
         self._keeper: AsyncSessionKeeper | None = None
-        self._opening = asyncio.Lock()
+        self._opening = AsyncOpening()
         self._open_request_id = messages.new_request_id()
         self._info: ServerInfo | None = None
         self._is_closed = False
@@ -423,7 +424,7 @@ class AsyncClient:
         """What a new sequence may live in: a session is opened if there is none that lives."""
         if self._session_ttl_s is None or (self._lease.is_session and not self._lease.is_lost):
             return self._lease
-        async with self._opening:
+        async with self._opening.held(self._timeout_s if timeout_s is None else timeout_s):
             if not self._lease.is_session or self._lease.is_lost:
                 call = session_calls.open_session(
                     self._session_ttl_s, self._client_name, self._open_request_id

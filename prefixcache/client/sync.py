@@ -7,7 +7,6 @@ sequence by one at a time. In a forked child it raises ForkedClientError.
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Sequence as Rows
 from contextlib import suppress
@@ -38,6 +37,7 @@ from prefixcache.client.home_process import HomeProcess
 from prefixcache.client.lease import Lease, owner_of, rows_by_lease
 from prefixcache.client.lost_requests import FREE_TIMEOUT_S, LostRequest
 from prefixcache.client.messages import Call, ResultT
+from prefixcache.client.opening import Opening
 from prefixcache.client.results import SequenceInfo, ServerInfo, SessionInfo
 from prefixcache.client.sequence_state import SequenceState
 from prefixcache.client.sync_keeper import SessionKeeper
@@ -128,7 +128,7 @@ class Client:
         # In place of a session that has not been opened yet, too.
         self._lease = Lease.without_session()
         self._keeper: SessionKeeper | None = None
-        self._opening = threading.Lock()
+        self._opening = Opening()
         self._open_request_id = messages.new_request_id()
         self._info: ServerInfo | None = None
         self._is_closed = False
@@ -413,7 +413,7 @@ class Client:
         """What a new sequence may live in: a session is opened if there is none that lives."""
         if self._session_ttl_s is None or (self._lease.is_session and not self._lease.is_lost):
             return self._lease
-        with self._opening:
+        with self._opening.held(self._timeout_s if timeout_s is None else timeout_s):
             if not self._lease.is_session or self._lease.is_lost:
                 call = session_calls.open_session(
                     self._session_ttl_s, self._client_name, self._open_request_id

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import random
 import threading
@@ -13,7 +14,7 @@ from typing import Any
 import grpc
 import pytest
 
-from prefixcache import Client
+from prefixcache import AsyncClient, Client
 from prefixcache.client.channel import DEFAULT_SESSION_TTL_S
 from prefixcache.core.sessions import SessionLimits
 from prefixcache.errors import (
@@ -139,6 +140,39 @@ def test_threads_that_begin_at_the_same_time_open_one_session(fake):
         for done in [threads.submit(begin) for _ in range(8)]:
             done.result()
     assert len(fake.requests["OpenSession"]) == 1
+
+
+def test_a_thread_waits_for_anothers_opening_no_longer_than_its_own_timeout(fake):
+    fake.will("OpenSession", HANG)
+    with Client(fake.target) as client, ThreadPoolExecutor(1) as threads:
+        client.server_info()
+        first = threads.submit(client.sequence, [1], timeout_s=3.0)
+        until(lambda: fake.requests["OpenSession"])
+        with pytest.raises(DeadlineExceededError, match=r"still opening its session after 0.1 s"):
+            client.sequence([2], timeout_s=0.1)
+        assert not first.done()
+        with pytest.raises(DeadlineExceededError):
+            first.result()
+        client.sequence([3])
+
+
+def test_a_task_waits_for_anothers_opening_no_longer_than_its_own_timeout(fake):
+    fake.will("OpenSession", HANG)
+
+    async def main() -> None:
+        async with AsyncClient(fake.target) as client:
+            await client.server_info()
+            first = asyncio.ensure_future(client.sequence([1], timeout_s=3.0))
+            while not fake.requests["OpenSession"]:
+                await asyncio.sleep(0.01)
+            with pytest.raises(DeadlineExceededError, match=r"still opening its session after 0.1"):
+                await client.sequence([2], timeout_s=0.1)
+            assert not first.done()
+            with pytest.raises(DeadlineExceededError):
+                await first
+            await client.sequence([3])
+
+    asyncio.run(main())
 
 
 # ---- beats

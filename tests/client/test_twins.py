@@ -40,7 +40,7 @@ ASYNC_WORDS = [
     ("AsyncSequence", "Sequence"),
     ("AsyncStepStream", "StepStream"),
     ("AsyncSessionKeeper", "SessionKeeper"),
-    ("asyncio.Lock", "threading.Lock"),
+    ("AsyncOpening", "Opening"),
     ("_keeper.abandon", "_keeper.stop"),
     ("AsyncIterator", "Iterator"),
     ("OpeningSequence", "Sequence"),
