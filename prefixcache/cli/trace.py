@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from prefixcache.cli.progress import progress_bar
 from prefixcache.errors import InvalidArgumentError
 from prefixcache.replay.trace_file import DEFAULT_TRACE_BLOCK
 
@@ -50,7 +52,10 @@ def open_trace(path: Path, trace_block: int | None, first: int | None) -> Trace:
     from prefixcache.replay import read_trace
 
     try:
-        return read_trace(path, trace_block, first)
+        with progress_bar() as bar:
+            task = bar.add_task(f"reading {path.name}", total=path.stat().st_size)
+            on_read = None if bar.disable else partial(bar.advance, task)
+            return read_trace(path, trace_block, first, on_read)
     except InvalidArgumentError as error:
         raise typer.BadParameter(f"{path}: {error}", param_hint="TRACE") from error
     except OSError as error:

@@ -17,6 +17,7 @@ Mooncake traces (FAST'25), whose trace block is 512 tokens.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
 from math import isfinite
@@ -77,16 +78,21 @@ class Trace:
         return self.num_keys * (self.trace_block // block_size) + 1
 
 
-def read_trace(path: Path, trace_block: int | None = None, first: int | None = None) -> Trace:
+def read_trace(
+    path: Path,
+    trace_block: int | None = None,
+    first: int | None = None,
+    on_read: Callable[[int], object] | None = None,
+) -> Trace:
     """Read the first `first` requests of a trace, all by default.
 
     trace_block: tokens that one id of the file stands for; by default what the first line says,
-    else 512. Raises OSError, or InvalidArgumentError naming the line, also for a trace with more
-    distinct blocks than uint32 token ids can tell apart.
+    else 512. on_read: told of bytes as they are read. Raises OSError, or InvalidArgumentError that
+    names the line, also for more distinct blocks than uint32 token ids can tell apart.
     """
     keys_of: dict[tuple[int, int | str], int] = {}
     requests: list[TraceRequest] = []
-    for line_number, record in islice(read_records(path, trace_block), first):
+    for line_number, record in islice(read_records(path, trace_block, on_read), first):
         try:
             trace_block = _trace_block(record, trace_block)
             num_tokens = _num_tokens(record)

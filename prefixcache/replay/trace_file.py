@@ -16,7 +16,7 @@ from __future__ import annotations
 import csv
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -32,11 +32,13 @@ BYTES_A_TEXT_TOKEN = 4
 _CSV_COLUMNS = ("TIMESTAMP", "ContextTokens")
 
 
-def read_records(path: Path, trace_block: int | None) -> Iterator[tuple[int, Record]]:
+def read_records(
+    path: Path, trace_block: int | None, on_read: Callable[[int], object] | None = None
+) -> Iterator[tuple[int, Record]]:
     """Each request as a record, with the number of its line from 1; blank lines are skipped.
 
-    trace_block: what was asked for, which decides the ids of formats that have none. Raises
-    OSError, or InvalidArgumentError naming the line.
+    trace_block: what was asked for, which decides the ids of formats that have none. on_read: told
+    of bytes as they are read. Raises OSError, or InvalidArgumentError naming the line.
     """
     with path.open("rb") as file:
         is_csv = file.readline().lstrip(b"\xef\xbb\xbf").startswith(b"TIMESTAMP,")
@@ -45,6 +47,8 @@ def read_records(path: Path, trace_block: int | None) -> Iterator[tuple[int, Rec
         return
     with path.open("rb") as file:
         for line_number, line in enumerate(file, start=1):
+            if on_read is not None:
+                on_read(len(line))
             if not line.strip():
                 continue
             try:

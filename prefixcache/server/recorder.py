@@ -65,11 +65,13 @@ class Recorder:
         block_size: int,
         *,
         max_queued_bytes: int = _MAX_QUEUED_BYTES,
+        close_timeout_s: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._file = file
         self._block_size = block_size
         self._max_queued_bytes = max_queued_bytes
+        self._close_timeout_s = close_timeout_s
         self._clock = clock
         self._started_s = clock()
         self._lock = threading.Lock()
@@ -90,10 +92,16 @@ class Recorder:
         self._thread.start()
 
     def close(self) -> None:
-        """Returns once all is written. Requests that come later are lost."""
+        """Returns once all is written, or after `close_timeout_s` if the disk does not answer.
+
+        Requests that come later are lost.
+        """
         self._stop.set()
         if self._thread.is_alive():
-            self._thread.join()
+            self._thread.join(self._close_timeout_s)
+        if self._thread.is_alive():
+            _log.error("the record has no end: the disk does not answer")
+            return
         self.write()
         self._file.close()
         if self._num_dropped:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import stat
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -172,8 +173,8 @@ def missing_said(monkeypatch: pytest.MonkeyPatch) -> Warnings:
         def warning(self, event: str, *, missing: int) -> None:
             said.append(missing)
 
-        def error(self, event: str, *, problem: str) -> None:
-            assert "cannot be written" in event
+        def error(self, event: str, *, problem: str = "") -> None:
+            assert "cannot be written" in event or "does not answer" in event
 
     monkeypatch.setattr("prefixcache.server.recorder._log", Log())
     return lambda: said
@@ -230,6 +231,30 @@ def test_when_the_disk_fails_the_record_ends_with_a_whole_line(
     add_prompts(recorder, 1)
     recorder.close()
     assert recorder.num_dropped == 4
+    assert len(read_trace(path).requests) == 2
+
+
+def test_a_disk_that_does_not_answer_keeps_nobody_from_stopping(
+    tmp_path: Path, missing_said: Warnings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "record.jsonl"
+    recorder = Recorder(RecordFile(path, 2**20), 4, close_timeout_s=0.01)
+    real_write, has_begun, answers = os.write, threading.Event(), threading.Event()
+
+    def write_late(fd: int, data: bytes) -> int:
+        has_begun.set()
+        answers.wait()
+        return real_write(fd, data)
+
+    monkeypatch.setattr("os.write", write_late)
+    add_prompts(recorder, 1)
+    recorder.start()
+    assert has_begun.wait(timeout=60)
+    add_prompts(recorder, 1)  # is not kept waiting either
+    recorder.close()
+    assert path.read_text() == ""
+    answers.set()
+    recorder.close()
     assert len(read_trace(path).requests) == 2
 
 
