@@ -181,6 +181,20 @@ def rpc(
 
 
 @app.command()
+def access(rounds: NumRounds = None, quick: Quick = False, as_json: AsJson = False) -> None:
+    """Measure Lookup with access control, by token and by user, beside daemons without it."""
+    from prefixcache.bench.access import AccessSettings, bench_access, quick_settings
+    from prefixcache.bench.measure import Rounds
+
+    settings = quick_settings() if quick else AccessSettings()
+    if rounds is not None:
+        settings = replace(settings, rounds=Rounds.exactly(rounds))
+    with _progress() as show:
+        report = bench_access(settings, show)
+    _print(report, as_json)
+
+
+@app.command()
 def attention(
     tune: Annotated[
         bool,
