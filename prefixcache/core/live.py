@@ -285,11 +285,16 @@ class LiveSequences:
                 )
         return page
 
-    def table_lengths(self) -> Iterator[Held]:
-        """Of each owner, how many blocks the tables of its sequences have."""
+    def table_lengths(self, account: int) -> Iterator[Held]:
+        """Of each owner in the account, how many blocks the tables of its sequences have."""
         for owner, record in chain(self._owners.items(), self._session_owners.items()):
-            tables = [len(sequence.block_table) for sequence in record.sequences.values()]
-            yield Held(owner, sum(tables))
+            tables = [
+                len(sequence.block_table)
+                for sequence in record.sequences.values()
+                if sequence.account == account
+            ]
+            if tables:
+                yield Held(owner, sum(tables))
 
     def num_slots_written(self) -> int:
         """Slots of referenced blocks with complete K/V, each block counted once."""

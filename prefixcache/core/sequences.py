@@ -179,7 +179,7 @@ class Sequences:
         except NoRoomError as error:
             self.counters.allocation_refused += 1
             self.tenants.count_refusal(account)
-            raise error.naming(self._holders.largest()) from None
+            raise error.naming(self._holders.largest(account)) from None
         self.pool.acquire(plan.hits, account)
         new_blocks = self.pool.take(plan.num_blocks - len(plan.hits), account)
         block_ids = np.concatenate((plan.hits, new_blocks))

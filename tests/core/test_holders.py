@@ -79,3 +79,23 @@ def test_what_never_fits_names_nobody() -> None:
     manager.allocate(T(8))
     error = refused(manager, ExceedsPoolError, lambda: manager.allocate(C(17)))
     assert set(error.fields) == {"field", "needed", "num_blocks"}
+
+
+def test_only_holders_of_the_own_account_are_named() -> None:
+    manager = Manager(16)
+    for account in (1, 2):
+        manager.pool.set_account(account, account, 0, None)
+    manager.allocate(T(8), owner=ONE, account=1)
+    manager.allocate(U(12), owner=TWO, account=2)
+
+    def named(account: int) -> list[object]:
+        error = refused(
+            manager,
+            NoRoomError,
+            lambda: manager.allocate(C(64), owner=b"none of them", account=account),
+        )
+        return [value for name, value in error.fields.items() if name.endswith("_digest")]
+
+    assert named(1) == [owner_digest(ONE)]
+    assert named(2) == [owner_digest(TWO)]
+    assert named(0) == []
