@@ -8,8 +8,11 @@ keep the thread for ever. A call that waits can only be ended by cancelling it, 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 import grpc
+
+_Message = TypeVar("_Message")
 
 REQUEST_TIMEOUT_S = 5.0
 """A request that has not come so long after its headers is waited for no more."""
@@ -28,7 +31,9 @@ class Arrivals:
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def request(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> bytes | None:
+    def request(
+        self, messages: Iterator[_Message], context: grpc.ServicerContext
+    ) -> _Message | None:
         """The one message of a call; None if the caller ends it without. Raises if it is cut."""
         self._waiting[context] = self._clock()
         try:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
+from contextlib import suppress
 
 import structlog
 
@@ -34,8 +36,25 @@ def configure_logs(log_format: str, level: str) -> None:
         wrapper_class=structlog.make_filtering_bound_logger(
             logging.getLevelNamesMapping()[level.upper()]
         ),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        logger_factory=structlog.WriteLoggerFactory(_StandardError()),  # type: ignore[arg-type]
     )
+
+
+class _StandardError:
+    """A file whose reader may go away: the daemon goes on, and what it logs then is lost.
+
+    Nothing is buffered: the rest would fail once more at the end of the process, and be its exit
+    code.
+    """
+
+    def write(self, text: str) -> None:
+        data = memoryview(text.encode(errors="backslashreplace"))
+        with suppress(OSError):
+            while data:
+                data = data[os.write(sys.stderr.fileno(), data) :]
+
+    def flush(self) -> None:
+        """Nothing to do."""
 
 
 def _names_first(

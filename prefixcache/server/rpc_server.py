@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health, health_pb2
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from prefixcache.errors import InvalidArgumentError, PrefixCacheError
@@ -26,6 +25,7 @@ from prefixcache.server.cache_service import CacheService
 from prefixcache.server.call_counts import CallCounts
 from prefixcache.server.daemon import MAX_STREAMS_PER_CONNECTION, Daemon
 from prefixcache.server.handlers import Service, Transfers, add_services, run_in
+from prefixcache.server.health_service import HealthService
 from prefixcache.server.keep_alive import KeepAliveStreams
 from prefixcache.server.pending_waits import PendingWaits
 from prefixcache.server.replies import Replies
@@ -36,7 +36,7 @@ from prefixcache.server.workers import Workers, WorkQueueLimits
 MIN_PING_INTERVAL_MS = 5_000
 """Clients may ping this often, with or without calls, before they are told to go away."""
 _MAX_WATCHES = 64
-"""Health watches and reflection streams that are served at the same time; more of them wait."""
+"""Health watches and reflection streams that are served at the same time; more are refused."""
 _STREAMS_A_SESSION = 2
 """KeepAlive streams: the daemon may not know yet that the one before has broken."""
 _UNREAD_MESSAGES = 4
@@ -85,7 +85,7 @@ class RpcServer:
         queue = WorkQueueLimits(limits.max_queued_calls, limits.max_queue_wait_s)
         self._workers = Workers(max_workers, "rpc", queue, clock=daemon.clock)
         self._attention_workers = Workers(max_workers, "attention", queue, clock=daemon.clock)
-        self._watch_workers = ThreadPoolExecutor(_MAX_WATCHES, "watch")
+        self._watches = Streams(_MAX_WATCHES, "watch")
         self._step_streams = Streams(limits.max_step_streams, "step")
         self._waits = PendingWaits(
             daemon.sequences, self._workers.lent_place, limits.max_pending_waits
@@ -97,11 +97,7 @@ class RpcServer:
         self._replies = Replies(max_unread_bytes, daemon.clock)
         max_keep_alives = _STREAMS_A_SESSION * limits.max_sessions
         self._keep_alives = KeepAliveStreams(daemon.sequences, daemon.boot_id, daemon.clock)
-        # The non-blocking mode needs no threads and deadlocks: it sends a watch's first status
-        # under a lock that gRPC's only serving thread takes when another watch ends.
-        self._health = health.HealthServicer(
-            experimental_non_blocking=False, experimental_thread_pool=self._watch_workers
-        )
+        self._health = HealthService(self._workers, self._watches, self._arrivals, daemon.boot_id)
         self._server = make_server(self._workers, limits.max_message_bytes, limits.max_connections)
         add_services(
             self._server,
@@ -120,7 +116,7 @@ class RpcServer:
             self.call_counts,
             daemon.boot_id,
         )
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        self._health.add_to(self._server)
         self._add_reflection()
 
     def listen(self, address: str, credentials: grpc.ServerCredentials | None = None) -> str:
@@ -213,12 +209,12 @@ class RpcServer:
 
         def answer(requests: Any, context: grpc.ServicerContext) -> Iterator[Any]:
             try:
-                with self._access.stream(context, None):
+                with self._access.stream(context, None), self._watches.opened():
                     yield from servicer.ServerReflectionInfo(requests, context)
             except PrefixCacheError as error:
                 context.abort_with_status(to_status(error, self._daemon.boot_id))
 
-        run_in(self._watch_workers, answer)
+        run_in(self._watches.workers, answer)
         handler = grpc.stream_stream_rpc_method_handler(
             answer,
             request_deserializer=reflection_pb2.ServerReflectionRequest.FromString,

@@ -7,6 +7,7 @@ import resource
 import signal
 import socket
 import subprocess
+import sys
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -128,6 +129,66 @@ def test_the_daemon_starts_no_process(tmp_path: Path) -> None:
             sequence.commit(20)
         children = Path(f"/proc/{daemon.pid}/task").glob("*/children")
         assert [path.read_text() for path in children if path.read_text()] == []
+
+
+def test_a_daemon_whose_log_nobody_reads_any_more_goes_on(tmp_path: Path) -> None:
+    with serving(tmp_path, *MANAGER) as daemon, Client(daemon.addresses[0]) as client:
+        assert daemon.stderr is not None
+        daemon.stderr.close()
+        for _ in range(3):
+            daemon.send_signal(signal.SIGHUP)
+            with client.sequence([1]) as sequence:
+                sequence.commit(1)
+        daemon.send_signal(signal.SIGTERM)
+        assert daemon.wait(timeout=30) == 0
+
+
+STOPPED = """
+import sys, threading
+from prefixcache import Client
+
+client = Client(sys.argv[1], timeout_s=120)
+
+def run():
+    while True:
+        assert len(client.lookup(range(5000), want_hashes=True).block_hashes) == 5000
+        answered.release()
+
+answered = threading.Semaphore(0)
+for _ in range(48):
+    threading.Thread(target=run, daemon=True).start()
+for line in sys.stdin:
+    for _ in range(96):
+        answered.acquire()
+    print("goes on", flush=True)
+"""
+
+
+def test_a_stopped_client_with_many_calls_open_keeps_nobody_waiting(tmp_path: Path) -> None:
+    """Its calls and the replies that it does not read, 160 kB each, hold no thread."""
+    with (
+        serving(tmp_path, *MANAGER, "--block-size", "1", "--max-workers", "2") as daemon,
+        subprocess.Popen(
+            [sys.executable, "-c", STOPPED, daemon.addresses[0]],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            bufsize=1,
+        ) as stopped,
+        Client(daemon.addresses[0], timeout_s=WAIT_S) as client,
+    ):
+        assert stopped.stdin is not None
+        assert stopped.stdout is not None
+        stopped.stdin.write("\n")
+        assert stopped.stdout.readline() == "goes on\n"
+        stopped.send_signal(signal.SIGSTOP)
+        for number in range(50):
+            with client.sequence([number]) as sequence:
+                sequence.append([1])
+        stopped.send_signal(signal.SIGCONT)
+        stopped.stdin.write("\n")
+        assert stopped.stdout.readline() == "goes on\n"
+        stopped.kill()
 
 
 # ---- open files

@@ -12,6 +12,7 @@ from prefixcache.rpc._pb import admin_pb2
 from prefixcache.server.arrivals import REQUEST_TIMEOUT_S
 from prefixcache.server.daemon import CacheOptions
 from tests.support.daemon import running_daemon
+from tests.support.raw_peer import RawPeer
 from tests.support.stubs import METHODS, connected
 from tests.support.waiting import until
 
@@ -53,6 +54,27 @@ def test_calls_without_a_request_leave_the_threads_to_others(name: str) -> None:
         assert others.finish(answered).num_blocks == 16
         until(lambda: len(waiting) == 0)
         over.set()
+
+
+@pytest.mark.parametrize("name", ["Check", "Watch"])
+def test_health_checks_without_a_request_leave_the_threads_to_others(name: str) -> None:
+    now_s = [0.0]
+    with (
+        running_daemon(
+            CacheOptions(16, 4), max_workers=NUM_WORKERS, clock=lambda: now_s[0]
+        ) as running,
+        RawPeer(running.target) as silent,
+        connected(running.target) as others,
+    ):
+        for _ in range(NUM_WORKERS):
+            silent.begin(f"/grpc.health.v1.Health/{name}")
+        waiting = running.server._arrivals
+        until(lambda: len(waiting) == NUM_WORKERS)
+        answered = others.start("GetStats", admin_pb2.GetStatsRequest())
+        now_s[0] = REQUEST_TIMEOUT_S
+        running.sweep()
+        assert others.finish(answered).num_blocks == 16
+        until(lambda: len(waiting) == 0)
 
 
 def test_a_call_that_is_ended_without_a_request_is_refused() -> None:

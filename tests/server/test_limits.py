@@ -206,7 +206,7 @@ def test_connections_beyond_the_limit_are_closed_and_the_others_served() -> None
         with connected(running.target) as first, RawPeer(running.target) as second:
             assert first.info().limits.max_connections == 2
             second.settings()
-            with RawPeer(running.target) as third, pytest.raises(OSError):
+            with pytest.raises(OSError), RawPeer(running.target) as third:
                 third.settings()
             assert first.lookup([1, 2]).num_blocks_needed == 1
         until(lambda: is_served(running.target))

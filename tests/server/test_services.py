@@ -41,6 +41,7 @@ from prefixcache.storage.layout import KVLayout, LatentLayout, Layout, Quantizat
 from tests.support.daemon import RunningDaemon, running_daemon
 from tests.support.gate import held
 from tests.support.stubs import TIMEOUT_S, Peer, Stubs, connected
+from tests.support.waiting import until
 
 LAYOUT = KVLayout(2, 1, 8, 4, "bfloat16")
 SERVICES = [
@@ -209,6 +210,34 @@ def test_open_streams_keep_no_call_waiting() -> None:
             assert stubs.stats().num_blocks == 16
         finally:
             over.set()
+
+
+def test_watches_beyond_the_limit_are_refused_and_the_others_go_on() -> None:
+    with running_daemon(CacheOptions(16, 4)) as running, connected(running.target) as stubs:
+        health = health_pb2_grpc.HealthStub(stubs.channel)
+        watches = [
+            health.Watch(health_pb2.HealthCheckRequest(), timeout=TIMEOUT_S) for _ in range(64)
+        ]
+        for watch in watches:
+            assert next(watch).status == health_pb2.HealthCheckResponse.SERVING
+        one_more = health.Watch(health_pb2.HealthCheckRequest(), timeout=TIMEOUT_S)
+        with pytest.raises(grpc.RpcError) as refused:
+            next(one_more)
+        assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        reply = health.Check(health_pb2.HealthCheckRequest(), timeout=TIMEOUT_S)
+        assert reply.status == health_pb2.HealthCheckResponse.SERVING
+        watches[0].cancel()
+        until(lambda: is_watched(health))
+
+
+def is_watched(health: health_pb2_grpc.HealthStub) -> bool:
+    watch = health.Watch(health_pb2.HealthCheckRequest(), timeout=TIMEOUT_S)
+    try:
+        next(watch)
+    except grpc.RpcError:
+        return False
+    watch.cancel()
+    return True
 
 
 def test_watches_that_come_and_go_block_nobody(running: RunningDaemon, stubs: Stubs) -> None:

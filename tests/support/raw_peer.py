@@ -48,6 +48,15 @@ class RawPeer:
 
     def call(self, path: str, message: bytes) -> None:
         """Begin a unary call. path: `/package.Service/Method`."""
+        stream = self.begin(path)
+        data = struct.pack(">BI", 0, len(message)) + message
+        for start in range(0, len(data), _MAX_FRAME):
+            part = data[start : start + _MAX_FRAME]
+            is_last = start + len(part) == len(data)
+            self._send(_DATA, _END_STREAM if is_last else 0, stream, part)
+
+    def begin(self, path: str) -> int:
+        """Send the headers of a call, and no request; returns the number of its stream."""
         stream = self._next_stream
         self._next_stream += 2
         headers = {
@@ -60,11 +69,7 @@ class RawPeer:
         }
         block = b"".join(_literal(name) for name in headers.items())
         self._send(_HEADERS, _END_HEADERS, stream, block)
-        data = struct.pack(">BI", 0, len(message)) + message
-        for start in range(0, len(data), _MAX_FRAME):
-            part = data[start : start + _MAX_FRAME]
-            is_last = start + len(part) == len(data)
-            self._send(_DATA, _END_STREAM if is_last else 0, stream, part)
+        return stream
 
     def settings(self) -> dict[int, int]:
         """What the daemon says in its first frame."""
