@@ -132,6 +132,7 @@ class Walk:
             extra_keys=_SALTS[salt],
             full_hit=full_hit,
             num_lookahead_tokens=lookahead,
+            wait_pending_s=self._rng.choice((0.0, 0.0, 0.05)),
         )
         self._hold(sequence, tokens, salt, lookahead)
 

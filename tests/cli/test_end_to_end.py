@@ -16,7 +16,7 @@ import pytest
 
 import prefixcache
 from prefixcache.client import Client
-from prefixcache.errors import PrefixCacheError, UnavailableError
+from prefixcache.errors import CancelledCallError, PrefixCacheError, UnavailableError
 from prefixcache.types import ResultCode
 from tests.support.program import PROGRAM, SEED, http_status, logged_until, serving
 from tests.support.waiting import until
@@ -123,6 +123,21 @@ def test_sigterm_ends_the_daemon_with_0_though_streams_are_open(
             with pytest.raises(UnavailableError):
                 while True:
                     steps.run(steps.new_step())
+
+
+def test_sigterm_ends_the_daemon_with_0_though_calls_wait_for_anothers_blocks(
+    daemon: subprocess.Popen[str], target: str
+) -> None:
+    with Client(target, timeout_s=60.0) as client, ThreadPoolExecutor(4) as threads:
+        client.sequence(range(100))
+        calls = [threads.submit(client.sequence, range(100), wait_pending_s=50.0) for _ in range(4)]
+        daemon.send_signal(signal.SIGTERM)
+        # Far less than the drain timeout, and than the wait.
+        assert daemon.wait(timeout=15) == 0
+        for call in calls:
+            # gRPC cancels one that arrives in the moment of the stop.
+            with pytest.raises((UnavailableError, CancelledCallError)):
+                call.result(timeout=30)
 
 
 def test_a_daemon_that_is_killed_fails_the_steps_that_it_had(

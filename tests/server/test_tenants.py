@@ -119,6 +119,16 @@ def test_a_tenants_prompt_is_a_miss_for_every_other(as_tenant: As) -> None:
     assert fill(as_tenant("a")) == 8
 
 
+def test_what_a_tenant_computes_is_pending_for_its_namespace_only(as_tenant: As) -> None:
+    Peer(as_tenant("a")).allocate(PROMPT)
+    for other in ("b", "sharing-c", "ops"):
+        assert as_tenant(other).lookup(PROMPT).num_pending_tokens == 0
+        reply = Peer(as_tenant(other)).allocate(PROMPT, wait_pending_ms=60_000)
+        assert reply.num_pending_tokens == 0
+    assert as_tenant("a").lookup(PROMPT).num_pending_tokens == 8
+    assert as_tenant("sharing-d").lookup(PROMPT).num_pending_tokens == 8
+
+
 def test_tenants_of_one_namespace_share(as_tenant: As) -> None:
     assert fill(as_tenant("sharing-c")) == 0
     assert as_tenant("sharing-d").lookup(PROMPT).num_cached_tokens == 8
