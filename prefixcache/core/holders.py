@@ -1,7 +1,7 @@
 """Who holds most of the pool, as a refusal for want of room says it.
 
 Only those of the account that is refused are named: a tenant learns nothing of another's clients.
-Refusals come in storms, so what they say is a picture that is made once for all of them within
+Refusals come in storms, so what they say is a picture that is made once for all accounts within
 `MAX_AGE_S`: one step a live sequence, a few ten ns each. A count kept up to date instead would cost
 every Append of every sequence something, and nearly all of them are not refused.
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable
 
-from prefixcache.core.live import LiveSequences
+from prefixcache.core.live import Held, LiveSequences
 from prefixcache.core.sessions import owner_digest
 from prefixcache.types import BlockHolder
 
@@ -27,23 +27,29 @@ class LargestHolders:
         self._live = live
         self._clock = clock
         self._found: dict[int, tuple[BlockHolder, ...]] = {}
-        self._valid_until_s: dict[int, float] = {}
+        self._valid_until_s: float | None = None
 
     def largest(self, account: int) -> tuple[BlockHolder, ...]:
         """The owners in the account with the longest block tables, largest first, at most 3."""
         now = self._clock()
-        if account not in self._found or now >= self._valid_until_s[account]:
-            self._found[account] = self._look(account)
-            self._valid_until_s[account] = now + MAX_AGE_S
-        return self._found[account]
+        if self._valid_until_s is None or now >= self._valid_until_s:
+            self._found = self._look()
+            self._valid_until_s = now + MAX_AGE_S
+        return self._found.get(account, ())
 
-    def _look(self, account: int) -> tuple[BlockHolder, ...]:
-        largest = heapq.nlargest(
-            _NUM_NAMED, self._live.table_lengths(account), key=lambda held: held.num_blocks
-        )
-        return tuple(
-            BlockHolder(
-                self._live.client_name(held.owner), owner_digest(held.owner), held.num_blocks
-            )
-            for held in largest
-        )
+    def _look(self) -> dict[int, tuple[BlockHolder, ...]]:
+        by_account: dict[int, list[Held]] = {}
+        for held in self._live.table_lengths():
+            by_account.setdefault(held.account, []).append(held)
+        return {
+            account: tuple(map(self._named, heapq.nlargest(_NUM_NAMED, all_held, key=_num_blocks)))
+            for account, all_held in by_account.items()
+        }
+
+    def _named(self, held: Held) -> BlockHolder:
+        name = self._live.client_name(held.owner)
+        return BlockHolder(name, owner_digest(held.owner), held.num_blocks)
+
+
+def _num_blocks(held: Held) -> int:
+    return held.num_blocks

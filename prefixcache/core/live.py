@@ -59,9 +59,13 @@ class SessionInfo:
 
 
 class Held(NamedTuple):
-    """Blocks in the tables of an owner's sequences; what they share counts once for each."""
+    """Blocks in the tables of an owner's sequences; what they share counts once for each.
+
+    account: of its tenant, when its first sequence was made.
+    """
 
     owner: bytes
+    account: int
     num_blocks: int
 
 
@@ -285,16 +289,12 @@ class LiveSequences:
                 )
         return page
 
-    def table_lengths(self, account: int) -> Iterator[Held]:
-        """Of each owner in the account, how many blocks the tables of its sequences have."""
+    def table_lengths(self) -> Iterator[Held]:
+        """Of each owner, how many blocks the tables of its sequences have."""
         for owner, record in chain(self._owners.items(), self._session_owners.items()):
-            tables = [
-                len(sequence.block_table)
-                for sequence in record.sequences.values()
-                if sequence.account == account
-            ]
-            if tables:
-                yield Held(owner, sum(tables))
+            sequences = record.sequences.values()
+            tables = [len(sequence.block_table) for sequence in sequences]
+            yield Held(owner, next(iter(sequences)).account, sum(tables))
 
     def num_slots_written(self) -> int:
         """Slots of referenced blocks with complete K/V, each block counted once."""
