@@ -32,6 +32,7 @@ _WITHOUT_STREAM = ("GetServerInfo", "OpenSession", "KeepAlive")
 _TTL_S = 60.0
 _SHORT_TTL_S = 1.0
 _END_S = 30.0
+_LOOK_S = 0.005
 _TIMED_PART = 0.25
 _TIMED_S = (0.0, 0.25)
 
@@ -90,10 +91,16 @@ def _kill_all(batch: _Batch, rng: random.Random, num_kills: int) -> None:
     rows = iter(range(num_kills))
     slowest_s = 0.0
     while some := list(islice(rows, _BATCH)):
-        for first in range(0, len(some), CLIENTS):
-            running = [_start(batch, row, rng, plans) for row in some[first : first + CLIENTS]]
-            for client, kill in running:
-                _wait_for_death(batch, client, kill, rng)
+        waiting = iter(some)
+        running = [_start(batch, row, rng, plans) for row in islice(waiting, CLIENTS)]
+        while running:
+            time.sleep(_LOOK_S)
+            for victim in running:
+                victim.kill_when_due()
+            for victim in [victim for victim in running if victim.has_ended()]:
+                running.remove(victim)
+                _count(batch, victim)
+                running += [_start(batch, row, rng, plans) for row in islice(waiting, 1)]
         slowest_s = max(slowest_s, check_daemon(batch.figures, batch.daemon))
     batch.figures.notes.append(
         f"storage {batch.world.storage}: everything was free {slowest_s:.2f} s after the last kill"
@@ -101,33 +108,42 @@ def _kill_all(batch: _Batch, rng: random.Random, num_kills: int) -> None:
     )
 
 
-def _start(
-    batch: _Batch, row: int, rng: random.Random, plans: Iterator[Kill]
-) -> tuple[ClientProcess, Kill | None]:
-    """A client that dies at a phase of a call, or for None at any time, by our hand."""
-    seed = rng.randrange(2**32)
+@dataclass
+class _Victim:
+    """kill: None for one that dies at any time, by our hand. due_s: when it is dead by our hand."""
+
+    client: ClientProcess
+    kill: Kill | None
+    due_s: float
+    hung: bool = False
+
+    def kill_when_due(self) -> None:
+        if time.monotonic() >= self.due_s:
+            self.hung = self.kill is not None
+            self.client.process.kill()
+
+    def has_ended(self) -> bool:
+        return self.client.wait(0.0)
+
+
+def _start(batch: _Batch, row: int, rng: random.Random, plans: Iterator[Kill]) -> _Victim:
+    seed, now_s = rng.randrange(2**32), time.monotonic()
     if rng.random() < _TIMED_PART:
-        return start_client(lives.load_without_end, batch.world, row, seed), None
+        client = start_client(lives.load_without_end, batch.world, row, seed)
+        return _Victim(client, None, now_s + rng.uniform(*_TIMED_S))
     kill = next(plans)
     ttl_s = _SHORT_TTL_S if kill.rpc in _WITHOUT_STREAM else _TTL_S
-    return start_client(lives.killed, batch.world, row, seed, kill, ttl_s), kill
+    client = start_client(lives.killed, batch.world, row, seed, kill, ttl_s)
+    return _Victim(client, kill, now_s + _END_S)
 
 
-def _wait_for_death(
-    batch: _Batch, client: ClientProcess, kill: Kill | None, rng: random.Random
-) -> None:
-    if kill is None:
-        client.wait(rng.uniform(*_TIMED_S))
-        client.process.kill()
-    has_ended = client.wait(_END_S)
-    if not has_ended:
-        client.process.kill()
-        client.wait(_END_S)
-        batch.figures.problems.append(f"a client hung and was not killed at {kill}")
-    batch.figures.problems += client.problems()
-    if client.was_killed:
-        batch.figures.faults["kills at a phase" if kill else "kills at any time"] += 1
-    where = batch.world.tally().of_row(client.row).kill()
+def _count(batch: _Batch, victim: _Victim) -> None:
+    if victim.hung:
+        batch.figures.problems.append(f"a client hung and was not killed at {victim.kill}")
+    batch.figures.problems += victim.client.problems()
+    if victim.client.was_killed:
+        batch.figures.faults["kills at a phase" if victim.kill else "kills at any time"] += 1
+    where = batch.world.tally().of_row(victim.client.row).kill()
     if where is not None:
         batch.coverage[where] += 1
 
