@@ -33,7 +33,7 @@ class Control:
         self._daemon: Daemon | None = None
         self._commands: dict[str, Callable[[Daemon], Any]] = {
             "check": broken_invariant,
-            "digest": state_digest,
+            "left": what_is_left,
             "kills": lambda daemon: self._killer.counts(),
         }
 
@@ -57,10 +57,17 @@ def broken_invariant(daemon: Daemon) -> str:
     return ""
 
 
-def state_digest(daemon: Daemon) -> int:
-    """Equal before and after a call that changes nothing: see `manager_state`."""
-    with daemon.sequences.lock:
-        return zlib.crc32(repr(manager_state(daemon)).encode())
+def what_is_left(daemon: Daemon) -> dict[str, int]:
+    """Entries of tables that must be empty once there are no clients; those that are not."""
+    sequences = daemon.sequences
+    with sequences.lock:
+        counts = {
+            "owners": sequences.live.num_owners,
+            "holders of blocks": len(list(sequences.live.all_holders())),
+            "calls that wait for pending blocks": sequences.pending.num_waiters,
+            "sequences that compute pending blocks": len(sequences.pending._fillers),
+        }
+    return {name: count for name, count in counts.items() if count}
 
 
 def manager_state(daemon: Daemon) -> dict[str, Any]:
@@ -75,6 +82,11 @@ def manager_state(daemon: Daemon) -> dict[str, Any]:
         (session.session_id, session.client_name, session.ttl_s, session.request_id)
         for session in sequences.live.sessions
     ]
+    state["pending"] = [
+        (serial, filler.num_cached, filler.chain)
+        for serial, filler in sequences.pending._fillers.items()
+    ]
+    state["waiters"] = sequences.pending.num_waiters
     if daemon.engine is not None:
         memory = daemon.engine.memory
         state["memory"] = zlib.crc32(memory.spans.cpu().numpy())

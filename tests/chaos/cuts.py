@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tests.chaos import lives
 from tests.chaos.clients import World, start_client
-from tests.chaos.daemon_process import GRACE_S, daemon_process
+from tests.chaos.daemon_process import GRACE_S, any_options, daemon_process
 from tests.chaos.load import check_daemon, collect
 from tests.chaos.report import Figures
 from tests.chaos.tally import RPCS
@@ -26,7 +26,8 @@ def run(folder: Path, rng: random.Random, seconds: float) -> Figures:
     for storage in ("none", "cpu"):
         place = folder / storage
         place.mkdir(mode=0o700)
-        with daemon_process(place, storage, "--owner-ttl", str(_OWNER_TTL_S)) as daemon:
+        options = ("--owner-ttl", str(_OWNER_TTL_S), *any_options(rng))
+        with daemon_process(place, storage, *options) as daemon:
             world = World(place, storage, num_rows=CLIENTS)
             world.prepare()
             begin_s = time.monotonic()

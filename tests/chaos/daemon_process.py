@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from typing import Any
 from prefixcache import Client, PoolStats
 from prefixcache.errors import PrefixCacheError
 
+CHECKED_DAEMON = "tests.chaos.checked_daemon"
 GRACE_S = 0.5
 BLOCK_SIZE, NUM_BLOCKS = 4, 96
 NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM = 2, 1, 8
@@ -32,8 +34,17 @@ STORAGE = {
     ),
 }
 """Flags by where K/V live."""
+_ANY = {
+    "--hash-algorithm": ("sha256_cbor", "xxhash_cbor", "xxh3"),
+    "--max-workers": ("2", "16"),
+}
+"""Flags that a load must not depend on."""
 _START_S = 60.0
 _POLL_S = 0.02
+
+
+def any_options(rng: random.Random) -> tuple[str, ...]:
+    return tuple(part for flag, values in _ANY.items() for part in (flag, rng.choice(values)))
 
 
 @dataclass(frozen=True)
@@ -52,7 +63,7 @@ class DaemonProcess:
         self,
         folder: Path,
         options: Sequence[str],
-        program: str = "tests.chaos.checked_daemon",
+        program: str = CHECKED_DAEMON,
     ) -> None:
         self.target = f"unix:{folder}/daemon.sock"
         self.log = folder / "daemon.log"
@@ -87,10 +98,14 @@ class DaemonProcess:
                 raise RuntimeError(f"the daemon did not start:\n{self.log.read_text()[-3000:]}")
             time.sleep(_POLL_S)
 
+    def signal(self, number: signal.Signals) -> None:
+        assert self._process is not None
+        self._process.send_signal(number)
+
     def end(self, number: signal.Signals) -> int:
         """Send a signal and wait for the end; the exit code."""
         assert self._process is not None
-        self._process.send_signal(number)
+        self.signal(number)
         code = self._process.wait(_START_S)
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
@@ -133,7 +148,7 @@ class DaemonProcess:
 
 @contextmanager
 def daemon_process(
-    folder: Path, storage: str, *options: str, program: str = "tests.chaos.checked_daemon"
+    folder: Path, storage: str, *options: str, program: str = CHECKED_DAEMON
 ) -> Iterator[DaemonProcess]:
     """Started. The folder, which must be the caller's alone, gets its socket and its log."""
     daemon = DaemonProcess(folder, (*STORAGE[storage], *options), program)

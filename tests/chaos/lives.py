@@ -30,9 +30,9 @@ def load(world: World, row: int, seed: int, seconds: float) -> list[str]:
         return it.walk.problems
 
 
-def load_without_end(world: World, row: int, seed: int) -> list[str]:
+def load_without_end(world: World, row: int, seed: int, ttl_s: float = 60.0) -> list[str]:
     """Until it is killed from outside."""
-    with connected(world, row, seed) as it:
+    with connected(world, row, seed, session_ttl_s=ttl_s) as it:
         while not it.walk.problems:
             it.walk.step()
         return it.walk.problems

@@ -52,6 +52,8 @@ def check_daemon(figures: Figures, daemon: DaemonProcess, wait_s: float = GRACE_
             f"{stats.sequences} sequences and {stats.referenced} blocks are left"
             f" {seconds:.2f} s after the last client"
         )
+    if left := daemon.ask("left"):
+        figures.problems.append(f"without any client there are {left}")
     if problem := daemon.ask("check"):
         figures.problems.append(problem)
     if count := daemon.num_internal_errors():

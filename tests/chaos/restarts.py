@@ -13,12 +13,14 @@ from pathlib import Path
 
 from tests.chaos import lives
 from tests.chaos.clients import World, start_client
-from tests.chaos.daemon_process import DaemonProcess, daemon_process
+from tests.chaos.daemon_process import DaemonProcess, any_options, daemon_process
 from tests.chaos.load import check_daemon, collect
 from tests.chaos.report import Figures
 
 CLIENTS = 6
 _UP_S = (0.3, 2.0)
+_RELOAD_RATE = 0.3
+_RELOAD_S = (0.0, 0.3)
 _LAST_S = 1.5
 """The clients go on for so long on the last boot, which is left alone."""
 
@@ -29,7 +31,7 @@ def run(folder: Path, rng: random.Random, seconds: float) -> Figures:
     for storage in ("none", "cpu"):
         place = folder / storage
         place.mkdir(mode=0o700)
-        with daemon_process(place, storage) as daemon:
+        with daemon_process(place, storage, *any_options(rng)) as daemon:
             figures.add(_with_storage(place, storage, daemon, rng, seconds / 2))
     return figures
 
@@ -49,6 +51,11 @@ def _with_storage(
     generation = world.generation()
     while time.monotonic() < until_s - _LAST_S:
         time.sleep(rng.uniform(*_UP_S))
+        if rng.random() < _RELOAD_RATE:
+            # It reads its settings again, and goes on.
+            daemon.signal(signal.SIGHUP)
+            figures.faults["SIGHUP"] += 1
+            time.sleep(rng.uniform(*_RELOAD_S))
         number = rng.choice((signal.SIGTERM, signal.SIGKILL))
         code = daemon.end(number)
         expected = 0 if number is signal.SIGTERM else -signal.SIGKILL

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import random
 import time
-from dataclasses import dataclass
 from pathlib import Path
-
-import numpy as np
 
 from tests.chaos import lives
 from tests.chaos.clients import ClientProcess, World, start_client
-from tests.chaos.daemon_process import DaemonProcess, Usage, daemon_process
+from tests.chaos.daemon_process import DaemonProcess, Usage, any_options, daemon_process
+from tests.chaos.flatness import judge
 from tests.chaos.load import check_daemon, collect
 from tests.chaos.report import Figures
 
@@ -20,17 +18,6 @@ _LIFE_S = (1.0, 5.0)
 _KILLED_PART = 0.25
 _MAX_CLIENTS_A_SECOND = 16
 _LOOK_S = 0.1
-_WARM_PART = 0.3
-"""Of the time, until memory may not grow any more."""
-MAX_GROWTH_BYTES = 8 * 2**20
-"""Of the resident memory after that: what the allocator moves by; a leak of a block table a
-sequence would be more within a minute."""
-
-
-@dataclass(frozen=True)
-class Sample:
-    at_s: float
-    usage: Usage
 
 
 def run(folder: Path, rng: random.Random, seconds: float) -> Figures:
@@ -39,7 +26,7 @@ def run(folder: Path, rng: random.Random, seconds: float) -> Figures:
     for storage, part in (("cpu", 0.7), ("none", 0.3)):
         place = folder / storage
         place.mkdir(mode=0o700)
-        with daemon_process(place, storage) as daemon:
+        with daemon_process(place, storage, *any_options(rng)) as daemon:
             figures.add(with_storage(place, storage, daemon, rng, seconds * part))
     return figures
 
@@ -55,7 +42,7 @@ def with_storage(
     samples = _churn(figures, world, daemon, rng, begin_s + seconds)
     figures.seconds = time.monotonic() - begin_s
     check_daemon(figures, daemon)
-    judge(figures, storage, before, samples, daemon.usage())
+    judge(figures, f"storage {storage}", [before, *samples, daemon.usage()])
     stats = daemon.stats()
     figures.notes.append(
         f"storage {storage}: {stats.requests} sequences, hit rate {stats.hit_rate:.0%},"
@@ -68,12 +55,12 @@ def with_storage(
 
 def _churn(
     figures: Figures, world: World, daemon: DaemonProcess, rng: random.Random, until_s: float
-) -> list[Sample]:
+) -> list[Usage]:
     rows = iter(range(world.num_rows))
     running: list[ClientProcess] = []
     ended: list[ClientProcess] = []
     doomed: dict[int, float] = {}
-    samples: list[Sample] = []
+    samples: list[Usage] = []
     while time.monotonic() < until_s:
         while len(running) < CLIENTS:
             row, life_s = next(rows), rng.uniform(*_LIFE_S)
@@ -88,7 +75,7 @@ def _churn(
         _kill_doomed(figures, running, doomed)
         ended += [client for client in running if client.wait(0.0)]
         running = [client for client in running if client.process.exitcode is None]
-        samples.append(Sample(time.monotonic(), daemon.usage()))
+        samples.append(daemon.usage())
     for row in doomed:
         doomed[row] = 0.0
     _kill_doomed(figures, running, doomed)
@@ -103,24 +90,3 @@ def _kill_doomed(figures: Figures, running: list[ClientProcess], doomed: dict[in
             del doomed[client.row]
             client.process.kill()
             figures.faults["kills"] += 1
-
-
-def judge(
-    figures: Figures, storage: str, before: Usage, samples: list[Sample], after: Usage
-) -> None:
-    """Memory does not grow once it is warm; threads and descriptors are as before."""
-    warm = samples[int(len(samples) * _WARM_PART) :]
-    sizes = np.array([sample.usage.rss_bytes for sample in warm], dtype=np.float64)
-    third = max(1, len(sizes) // 3)
-    growth = float(np.median(sizes[-third:]) - np.median(sizes[:third]))
-    figures.notes.append(
-        f"storage {storage}: daemon {sizes[0] / 2**20:.0f} to {sizes[-1] / 2**20:.0f} MiB once"
-        f" warm (growth {growth / 2**20:+.2f} MiB), threads {before.num_threads} to"
-        f" {after.num_threads}, descriptors {before.num_files} to {after.num_files}"
-    )
-    if growth > MAX_GROWTH_BYTES:
-        figures.problems.append(f"the daemon's memory grew by {growth / 2**20:.1f} MiB")
-    if after.num_files > before.num_files + 2:
-        figures.problems.append(
-            f"descriptors: {before.num_files} before the clients, {after.num_files} after them"
-        )

@@ -14,9 +14,9 @@ from prefixcache.server import checks
 from tests.chaos import fuzz, soak
 from tests.chaos.broken_daemon import DEFECTS, VARIABLE
 from tests.chaos.daemon_process import Usage, daemon_process
+from tests.chaos.flatness import MAX_GROWTH_BYTES, judge
 from tests.chaos.link import LONG_S, Link
 from tests.chaos.report import Figures, table
-from tests.chaos.soak import MAX_GROWTH_BYTES, Sample
 from tests.chaos.tally import Tally
 
 SEED = 5
@@ -75,19 +75,17 @@ def test_the_fuzzer_finds_a_refused_call_that_changes_something(
 
 
 def test_memory_that_grows_is_reported() -> None:
-    figures, step = Figures("soak"), MAX_GROWTH_BYTES // 10
-    grown = [Sample(float(i), Usage(2**28 + i * step, 20, 10)) for i in range(100)]
-    soak.judge(figures, "none", grown[0].usage, grown, grown[-1].usage)
-    assert ["memory grew" in problem for problem in figures.problems] == [True]
-    flat = [Sample(float(i), Usage(2**28 + i % 3 * step, 20, 10)) for i in range(100)]
-    figures = Figures("soak")
-    soak.judge(figures, "none", flat[0].usage, flat, flat[-1].usage)
-    assert figures.is_clean
+    step = MAX_GROWTH_BYTES // 10
+    grown, flat = Figures("soak"), Figures("soak")
+    judge(grown, "daemon", [Usage(2**28 + i * step, 20, 10) for i in range(100)])
+    assert ["memory grew" in problem for problem in grown.problems] == [True]
+    judge(flat, "daemon", [Usage(2**28 + i % 3 * step, 20, 10) for i in range(100)])
+    assert flat.is_clean
 
 
 def test_descriptors_that_stay_open_are_reported() -> None:
-    figures, flat = Figures("soak"), [Sample(float(i), Usage(2**28, 20, 10)) for i in range(100)]
-    soak.judge(figures, "none", flat[0].usage, flat, Usage(2**28, 20, 20))
+    figures = Figures("soak")
+    judge(figures, "daemon", [*[Usage(2**28, 20, 10)] * 100, Usage(2**28, 20, 20)])
     assert ["descriptors" in problem for problem in figures.problems] == [True]
 
 

@@ -68,6 +68,8 @@ class ValidRequests:
             request.request_id = f"request {rng.randrange(8)}"
         if rng.random() < 0.2:
             request.layout_fingerprint = self._daemon.info.layout_fingerprint
+        if rng.random() < 0.1:
+            request.wait_pending_ms = 1
         return self._ordered(self._with_prompt(request))
 
     def free(self) -> cache_pb2.FreeRequest:
@@ -184,6 +186,7 @@ class ValidRequests:
             request.append.CopyFrom(self._append())
         for _ in range(self._rng.randrange(3)):
             request.allocates.append(self.allocate())
+            request.allocates[-1].wait_pending_ms = 0
         return request
 
     def _attention(self, name: str) -> Message:

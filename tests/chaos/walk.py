@@ -20,6 +20,8 @@ from tests.chaos.kv import Held, KvStore
 from tests.chaos.tally import ClientTally
 
 MAX_HELD = 6
+_WAITS_S = (0.0, 0.0, 0.02, 0.2)
+"""For blocks that another client, or this one, is computing."""
 _SALTS = (
     None,
     ExtraKeys(cache_salt="salt"),
@@ -132,7 +134,7 @@ class Walk:
             extra_keys=_SALTS[salt],
             full_hit=full_hit,
             num_lookahead_tokens=lookahead,
-            wait_pending_s=self._rng.choice((0.0, 0.0, 0.05)),
+            wait_pending_s=self._rng.choice(_WAITS_S),
         )
         self._hold(sequence, tokens, salt, lookahead)
 
