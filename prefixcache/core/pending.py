@@ -13,8 +13,9 @@ another; a dict of the blocks that come next would miss the second, and have one
 the first. Digests that collide can make a block look pending that is another's. That costs a wait,
 never a wrong hit: who has waited looks again.
 
-A waiter is told whenever the block that it misses is cached, or is not to be computed by the filler
-that had it any more. It holds nothing. Guarded by the core's lock.
+A waiter is told when the last of the blocks that it waits for is cached, or is not to be computed by
+the filler that had it any more: once, and not at each block before. It holds nothing. Guarded by
+the core's lock.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ _Entry: TypeAlias = "tuple[bytes, int, _Filler]"
 
 @dataclass(eq=False, slots=True)
 class Waiter:
-    """owner: of the call that waits. block_hash: the first block that it misses.
+    """owner: of the call that waits. block_hash: the last block that it waits for.
 
     wake: called under the core's lock, any number of times.
     """

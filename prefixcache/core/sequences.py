@@ -242,7 +242,9 @@ class Sequences:
         if not plan.num_pending_tokens or plan.num_blocks > self.pool.num_allowed(account):
             return None
         assert prompt.chain is not None
-        return self.pending.wait(owner, prompt.chain.hashes[len(plan.hits)], wake)
+        num_tokens = plan.num_cached_tokens + plan.num_pending_tokens
+        last = growth.num_blocks_of(num_tokens, self.pool.block_size) - 1
+        return self.pending.wait(owner, prompt.chain.hashes[last], wake)
 
     # ---- growth
 

@@ -251,9 +251,10 @@ class BlockManagerMachine(SessionRules, RuleBasedStateMachine):
         found = self.sequences.lookup(prepared, 0, FullHit.LAST_TOKEN)
         if found.num_pending_tokens:
             assert prepared.chain is not None
-            missing = prepared.chain.hashes[found.num_cached_blocks]
+            num_tokens = found.num_cached_tokens + found.num_pending_tokens
+            last = prepared.chain.hashes[-(-num_tokens // self.model.size) - 1]
             told: list[bool] = []
-            waiter = self.sequences.pending.wait(b"waits", missing, lambda: told.append(True))
+            waiter = self.sequences.pending.wait(b"waits", last, lambda: told.append(True))
             self.waiters.append((waiter, told, (prompt, keys, 0, FullHit.LAST_TOKEN)))
 
     def those_that_wait_have_something_to_wait_for(self) -> None:
