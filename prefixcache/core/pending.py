@@ -13,8 +13,8 @@ another; a dict of the blocks that come next would miss the second, and have one
 the first. Digests that collide can make a block look pending that is another's. That costs a wait,
 never a wrong hit: who has waited looks again.
 
-A waiter is told when the last of the blocks that it waits for is cached, or is not to be computed by
-the filler that had it any more: once, and not at each block before. It holds nothing. Guarded by
+A waiter is told when the last of the blocks that it waits for is cached, or is not to be computed
+by the filler that had it any more: once, and not at each block before. It holds nothing. Guarded by
 the core's lock.
 """
 
