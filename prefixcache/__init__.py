@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         SessionInfo,
         Step,
         StepStream,
+        TenantStats,
         TlsCredentials,
     )
     from prefixcache.types import (
@@ -73,6 +74,7 @@ __all__ = [
     "SessionInfo",
     "Step",
     "StepStream",
+    "TenantStats",
     "TlsCredentials",
     "__version__",
     "errors",
@@ -93,6 +95,7 @@ _CLIENT_NAMES = frozenset(
         "SessionInfo",
         "Step",
         "StepStream",
+        "TenantStats",
         "TlsCredentials",
     }
 )

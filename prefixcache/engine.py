@@ -44,7 +44,7 @@ class Engine:
         self.memory = memory
 
     def append(
-        self, owner: bytes, batch: AppendBatch, order: CallOrder | None = None
+        self, owner: bytes, batch: AppendBatch, order: CallOrder | None = None, account: int = 0
     ) -> AppendedBatch:
         """`Sequences.append`, with the copies made before it returns.
 
@@ -52,7 +52,7 @@ class Engine:
         """
         with self._sequences.lock:
             self._sequences.live.take_turn(owner, order)
-            appended = self._sequences.append(owner, batch)
+            appended = self._sequences.append(owner, batch, account)
             ticket = None
             if appended.copy_sources:
                 copied = batch.sequence_ids[np.frombuffer(appended.num_copies, dtype=np.uint32) > 0]

@@ -17,7 +17,7 @@ from prefixcache.cli.daemon import DEFAULT_TIMEOUT_S, AsJson, Target, Timeout, c
 from prefixcache.cli.output import Rows, make_table, print_json, print_rows, to_json
 
 if TYPE_CHECKING:
-    from prefixcache.core.stats import PoolStats
+    from prefixcache.core.stats import PoolStats, TenantStats
 
 _DEFAULT_INTERVAL_S = 2.0
 _BAR_WIDTH = 30
@@ -134,6 +134,7 @@ def make_rows(snapshot: PoolStats, rates: Rates | None = None) -> Rows:
         ("refused", f"{s.allocation_refused:,} allocations, {s.append_refused:,} appends"),
         ("expired", f"{s.expired_sequences:,} sequences, {s.expired_sessions:,} sessions"),
         ("resets", f"{s.resets:,}"),
+        *(_tenant_row(tenant) for tenant in s.tenants),
     ]
     if rates is not None:
         rows += [
@@ -143,6 +144,16 @@ def make_rows(snapshot: PoolStats, rates: Rates | None = None) -> Rows:
             ("evictions/s", f"{rates['evictions']:,.1f}"),
         ]
     return rows
+
+
+def _tenant_row(tenant: TenantStats) -> tuple[str, str]:
+    limit = "" if tenant.max_blocks is None else f", at most {tenant.max_blocks:,}"
+    row = (
+        f"{tenant.held:,} held, {tenant.guaranteed_blocks:,} guaranteed{limit}; "
+        f"{tenant.evictable:,} evictable, {tenant.evictions:,} evictions, "
+        f"{tenant.refused:,} refused"
+    )
+    return f"tenant {tenant.name}", row
 
 
 def _ratio(part: int, whole: int, unit: str) -> str:

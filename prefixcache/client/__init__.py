@@ -14,7 +14,7 @@ from prefixcache.client.step import Pending, Step
 from prefixcache.client.sync import Client
 from prefixcache.client.sync_sequence import Sequence
 from prefixcache.client.sync_steps import StepStream
-from prefixcache.core.stats import PoolStats
+from prefixcache.core.stats import PoolStats, TenantStats
 
 __all__ = [
     "AsyncClient",
@@ -30,6 +30,7 @@ __all__ = [
     "SessionInfo",
     "Step",
     "StepStream",
+    "TenantStats",
     "TlsCredentials",
     "channel_options",
 ]

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from prefixcache.client.columns import uint32, uint32_column
 from prefixcache.client.results import SequenceInfo, SequencePage, ServerInfo
-from prefixcache.core.stats import PoolStats
+from prefixcache.core.stats import PoolStats, TenantStats
 from prefixcache.errors import InvalidArgumentError
 from prefixcache.rpc.codec import extra_keys_to_wire, layout_from_wire
 from prefixcache.rpc.wire import column32, twin
@@ -140,7 +140,14 @@ def stats() -> Call[PoolStats]:
 
 
 def _read_stats(reply: Any) -> PoolStats:
-    return PoolStats(**{field.name: getattr(reply, field.name) for field in fields(PoolStats)})
+    counts = {field.name: getattr(reply, field.name) for field in fields(PoolStats)}
+    return PoolStats(**{**counts, "tenants": tuple(map(_read_tenant, reply.tenants))})
+
+
+def _read_tenant(message: Any) -> TenantStats:
+    counts = {field.name: getattr(message, field.name) for field in fields(TenantStats)}
+    limit = message.max_blocks if message.HasField("max_blocks") else None
+    return TenantStats(**{**counts, "max_blocks": limit})
 
 
 def reset_cache(force: bool) -> Call[int]:

@@ -547,7 +547,11 @@ class Sequences:
         }
 
     def stats(self) -> PoolStats:
-        return PoolStats(**self.counts(), slots_written=self.live.num_slots_written())
+        return PoolStats(
+            **self.counts(),
+            slots_written=self.live.num_slots_written(),
+            tenants=self.tenants.stats(),
+        )
 
     # ---- inside
 

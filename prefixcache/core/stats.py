@@ -35,11 +35,30 @@ class Counters:
 
 
 @dataclass(frozen=True, slots=True)
+class TenantStats:
+    """A tenant as it stands, in blocks; `prefixcache.core.accounts` says what they mean.
+
+    max_blocks: None for no limit. evictions: of blocks charged to it, since start. refused: its
+    allocations and rows of Append that found no room or were over its quota, since start.
+    """
+
+    name: str
+    namespace: str
+    guaranteed_blocks: int
+    max_blocks: int | None
+    held: int
+    evictable: int
+    evictions: int
+    refused: int
+
+
+@dataclass(frozen=True, slots=True)
 class PoolStats:
     """One consistent snapshot: counters since start and gauges of now.
 
     referenced + evictable + blank = num_blocks, each >= 0. `slots_written` counts the token slots
-    of referenced blocks whose K/V are complete, `num_blocks * block_size` at most.
+    of referenced blocks whose K/V are complete, `num_blocks * block_size` at most. `tenants`: those
+    of the auth file, and those that were; none without access control.
     """
 
     num_blocks: int
@@ -68,6 +87,7 @@ class PoolStats:
     expired_sessions: int
     prefill_tokens_computed: int
     prefill_tokens_cached: int
+    tenants: tuple[TenantStats, ...] = ()
 
     @property
     def pool_usage(self) -> float:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from prefixcache.core.accounts import MAX_ACCOUNTS
 from prefixcache.core.pool import Pool
+from prefixcache.core.stats import TenantStats
 from prefixcache.errors import InvalidArgumentError
 
 NO_TENANT = ""
@@ -29,21 +30,6 @@ class TenantQuota:
     max_blocks: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class TenantUse:
-    """A tenant as it stands, in blocks, and since start: evictions of blocks charged to it, and
-    calls and rows that found no room or were over its quota."""
-
-    name: str
-    namespace: str
-    guaranteed_blocks: int
-    max_blocks: int | None
-    held: int
-    evictable: int
-    evictions: int
-    refused: int
-
-
 class Tenants:
     """None at first: then everything is of account 0, and no accounts are kept."""
 
@@ -52,11 +38,13 @@ class Tenants:
         self._accounts: dict[tuple[str, str], int] = {(NO_TENANT, NO_TENANT): 0}
         self._groups: dict[str, int] = {NO_TENANT: 0}
         self._refused = Counter[int]()
-        self._present: dict[str, int] = {NO_TENANT: 0}
 
-    def account_of(self, name: str) -> int:
-        """The account of a tenant that is there. Raises KeyError for any other."""
-        return self._present[name]
+    def account_of(self, name: str, namespace: str) -> int:
+        """The account of a tenant that is there, or was. Needs no lock.
+
+        Raises KeyError for one that never was, once there are any.
+        """
+        return self._accounts[name, namespace] if self._pool.keeps_accounts else 0
 
     def count_refusal(self, account: int) -> None:
         self._refused[account] += 1
@@ -99,30 +87,27 @@ class Tenants:
             group = self._groups.setdefault(quota.namespace, len(self._groups))
             account = self._accounts.setdefault(key, len(self._accounts))
             self._pool.set_account(account, group, quota.guaranteed_blocks, quota.max_blocks)
-        self._present = {NO_TENANT: 0} | {
-            name: self._accounts[name, namespace] for name, namespace in by_key
-        }
 
-    def use(self) -> list[TenantUse]:
-        """Every tenant, gone ones included, oldest first; none if there never was one."""
-        if not self._pool.keeps_accounts:
-            return []
+    def stats(self) -> tuple[TenantStats, ...]:
+        """Every tenant, gone ones included, oldest first; what has no tenant if it has blocks."""
+        if len(self._accounts) == 1:
+            return ()
         found = []
         for (name, namespace), account in self._accounts.items():
             use = self._pool.account(account)
-            found.append(
-                TenantUse(
-                    name=name,
-                    namespace=namespace,
-                    guaranteed_blocks=use.guaranteed,
-                    max_blocks=use.max_blocks,
-                    held=use.held,
-                    evictable=use.evictable,
-                    evictions=use.evictions,
-                    refused=self._refused[account],
-                )
+            one = TenantStats(
+                name=name,
+                namespace=namespace,
+                guaranteed_blocks=use.guaranteed,
+                max_blocks=use.max_blocks,
+                held=use.held,
+                evictable=use.evictable,
+                evictions=use.evictions,
+                refused=self._refused[account],
             )
-        return found
+            if account or one.held or one.evictable:
+                found.append(one)
+        return tuple(found)
 
 
 def _check_quota(quota: TenantQuota) -> None:

@@ -52,7 +52,9 @@ class CacheService:
         full_hit = checks.full_hit(request.full_hit)
         prompt = self._sequences.prepare(token_ids, extra_keys)
         with self._sequences.lock:
-            found = self._sequences.lookup(prompt, request.num_lookahead_tokens, full_hit)
+            found = self._sequences.lookup(
+                prompt, request.num_lookahead_tokens, full_hit, self._account_of(caller)
+            )
         reply = cache_pb2.LookupResponse(
             num_cached_tokens=found.num_cached_tokens,
             num_cached_blocks=found.num_cached_blocks,
@@ -90,6 +92,7 @@ class CacheService:
             "num_lookahead_tokens": request.num_lookahead_tokens,
             "cache_use": cache_use,
             "full_hit": full_hit,
+            "account": self._account_of(caller),
         }
 
         def look(wake: Wake) -> Waiter | None:
@@ -127,11 +130,11 @@ class CacheService:
         order = checks.order(request)
         batch = checks.append_batch(request, self._block_size, self._max_tokens)
         if self._daemon.engine is not None:
-            appended = self._daemon.engine.append(owner, batch, order)
+            appended = self._daemon.engine.append(owner, batch, order, self._account_of(caller))
         else:
             with self._sequences.lock:
                 self._sequences.live.take_turn(owner, order)
-                appended = self._sequences.append(owner, batch)
+                appended = self._sequences.append(owner, batch, self._account_of(caller))
         return twin("AppendResponse")(
             result_codes=column32(appended.result_codes),
             num_new_blocks=column32(appended.num_new_blocks),
@@ -246,6 +249,9 @@ class CacheService:
             status = status_message(error, self._daemon.boot_id).SerializeToString()
             response.errors.add(call=name, index=index, status=status)
             return None
+
+    def _account_of(self, caller: Caller) -> int:
+        return self._sequences.tenants.account_of(caller.tenant, caller.namespace)
 
     def _check_fingerprint(self, given: bytes) -> None:
         if given and given != self._daemon.info.layout_fingerprint:

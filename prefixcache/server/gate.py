@@ -1,4 +1,4 @@
-"""What the settings of access control make: who may call, and the TLS of TCP ports.
+"""What the settings of access control make: who may call, tenants' quotas, and TLS of TCP ports.
 
 Part of the life cycle: it sees the configuration, and has parts of it read again by `prepare`.
 """
@@ -11,9 +11,11 @@ from pathlib import Path
 import grpc
 
 from prefixcache.config import AccessSection, ServeConfig
+from prefixcache.core.sequences import Sequences
+from prefixcache.core.tenants import TenantQuota
 from prefixcache.errors import InvalidArgumentError
 from prefixcache.server.access import AccessControl, OpenAccess
-from prefixcache.server.auth_file import read_auth_file
+from prefixcache.server.auth_file import AuthRules, read_auth_file
 from prefixcache.server.peer_tickets import PeerTickets
 from prefixcache.server.tls import ServerTls, TlsFiles
 
@@ -21,17 +23,19 @@ from prefixcache.server.tls import ServerTls, TlsFiles
 class Gate:
     """Raises InvalidArgumentError, naming the flag, if a file is not fit to be used.
 
-    Without an auth file anyone may call, and there are no tickets; without a certificate TCP ports
-    have no TLS.
+    Without an auth file anyone may call, and there are no tickets and no tenants; without a
+    certificate TCP ports have no TLS. sequences: those of the tenants.
     """
 
-    def __init__(self, section: AccessSection) -> None:
+    def __init__(self, section: AccessSection, sequences: Sequences) -> None:
+        self._sequences = sequences
         self._tickets: PeerTickets | None = None
         self.access: AccessControl | OpenAccess = OpenAccess()
         files = _tls_files(section)
         self._tls = ServerTls(files) if files is not None else None
         if section.auth is not None:
-            rules = read_auth_file(section.auth)
+            rules = self._read_rules(section.auth)
+            self._set_quotas(rules)
             self._tickets = PeerTickets()
             self.access = AccessControl(rules, self._tickets)
 
@@ -73,14 +77,35 @@ class Gate:
         if self._tls is not None and files is not None:
             changes.append(self._tls.prepare(files))
         if isinstance(self.access, AccessControl) and section.auth is not None:
-            access, rules = self.access, read_auth_file(section.auth)
-            changes.append(lambda: access.use(rules))
+            access, rules = self.access, self._read_rules(section.auth)
+            # A tenant has its account before it can call.
+            changes += [lambda: self._set_quotas(rules), lambda: access.use(rules)]
 
         def apply() -> None:
             for change in changes:
                 change()
 
         return apply
+
+    def _read_rules(self, path: Path) -> AuthRules:
+        rules = read_auth_file(path)
+        try:
+            with self._sequences.lock:
+                self._sequences.tenants.check(_quotas(rules))
+        except InvalidArgumentError as error:
+            raise InvalidArgumentError("--auth", f"{path}: {error}") from None
+        return rules
+
+    def _set_quotas(self, rules: AuthRules) -> None:
+        with self._sequences.lock:
+            self._sequences.tenants.apply(_quotas(rules))
+
+
+def _quotas(rules: AuthRules) -> list[TenantQuota]:
+    return [
+        TenantQuota(name, tenant.namespace, tenant.guaranteed_blocks, tenant.max_blocks)
+        for name, tenant in rules.tenants.items()
+    ]
 
 
 def _tls_files(section: AccessSection) -> TlsFiles | None:

@@ -62,7 +62,7 @@ def run(config: ServeConfig, read_config: Callable[[], ServeConfig]) -> int:
             resources.callback(recorder.close)
         daemon = make_daemon(config, recorder)
         resources.callback(daemon.close)
-        gate = Gate(config.access)
+        gate = Gate(config.access, daemon.sequences)
         resources.callback(gate.close)
         reload.add(gate.prepare, "auth", "tls_cert", "tls_key", "tls_client_ca")
         server = RpcServer(daemon, max_workers=config.network.max_workers, access=gate.access)

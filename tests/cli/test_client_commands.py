@@ -18,7 +18,7 @@ from prefixcache.cli import main
 from prefixcache.cli.lookup import parse_tokens
 from prefixcache.cli.stats import follow
 from prefixcache.client import Credentials, ServerInfo, TlsCredentials
-from prefixcache.core.stats import PoolStats
+from prefixcache.core.stats import PoolStats, TenantStats
 from prefixcache.errors import DeadlineExceededError, UnavailableError
 from prefixcache.server.auth_file import parse_auth_rules, token_hash
 from prefixcache.server.callers import Caller
@@ -65,6 +65,7 @@ INFO = ServerInfo(
 STATS = PoolStats(
     **{field.name: 0 for field in dataclasses.fields(PoolStats)}
     | {
+        "tenants": (),
         "num_blocks": 1000,
         "block_size": 16,
         "referenced": 450,
@@ -240,6 +241,27 @@ def test_stats_for_people_have_the_hit_rate_and_a_bar(capsys: pytest.CaptureFixt
     assert bar == "#" * 14 + "+" * 8 + "." * 8
     assert usage.startswith("45.0%")
     assert rows["evictions"] == "40"
+
+
+def test_stats_have_a_row_a_tenant(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tenants = (
+        TenantStats("team-a", "shared", 400, None, 450, 100, 7, 0),
+        TenantStats("team-b", "shared", 0, 2000, 0, 200, 40, 3),
+    )
+    monkeypatch.setattr(
+        FakeClient, "stats", lambda client: dataclasses.replace(STATS, tenants=tenants)
+    )
+    rows = rows_of(run(capsys, "stats"))
+    assert rows["tenant team-a"] == (
+        "450 held, 400 guaranteed; 100 evictable, 7 evictions, 0 refused"
+    )
+    assert rows["tenant team-b"] == (
+        "0 held, 0 guaranteed, at most 2,000; 200 evictable, 40 evictions, 3 refused"
+    )
+    printed = json.loads(run(capsys, "stats", "--json"))
+    assert printed["tenants"] == [dataclasses.asdict(tenant) for tenant in tenants]
 
 
 def test_rates_are_differences_over_time_and_absent_after_a_restart() -> None:

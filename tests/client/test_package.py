@@ -39,6 +39,7 @@ PUBLIC = {
     "SessionInfo",
     "Step",
     "StepStream",
+    "TenantStats",
     "TlsCredentials",
     "__version__",
     "errors",

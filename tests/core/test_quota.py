@@ -7,7 +7,8 @@ from contextlib import suppress
 
 import pytest
 
-from prefixcache.core.tenants import NO_TENANT, TenantQuota, TenantUse
+from prefixcache.core.stats import TenantStats
+from prefixcache.core.tenants import NO_TENANT, TenantQuota
 from prefixcache.errors import (
     InvalidArgumentError,
     NoRoomError,
@@ -34,8 +35,13 @@ def quota(
     return TenantQuota(name, name if namespace is None else namespace, guaranteed, limit)
 
 
+def account_of(manager: Manager, name: str) -> int:
+    namespaces = {one.name: one.namespace for one in manager.sequences.tenants.stats()}
+    return manager.sequences.tenants.account_of(name, namespaces[name])
+
+
 def take(manager: Manager, name: str, tokens: list[int]) -> Held:
-    return manager.allocate(tokens, account=manager.sequences.tenants.account_of(name))
+    return manager.allocate(tokens, account=account_of(manager, name))
 
 
 def fill(manager: Manager, name: str, tokens: list[int]) -> None:
@@ -49,12 +55,12 @@ def cached(manager: Manager, tokens: list[int]) -> int:
     return manager.lookup([*tokens, 0]).num_cached_blocks
 
 
-def use(manager: Manager, name: str) -> TenantUse:
-    return next(one for one in manager.sequences.tenants.use() if one.name == name)
+def use(manager: Manager, name: str) -> TenantStats:
+    return next(one for one in manager.sequences.tenants.stats() if one.name == name)
 
 
 def available(manager: Manager, name: str) -> int:
-    return manager.pool.num_available(manager.sequences.tenants.account_of(name))
+    return manager.pool.num_available(account_of(manager, name))
 
 
 # ---- guarantees
@@ -64,7 +70,7 @@ def test_without_tenants_no_accounts_are_kept() -> None:
     manager = Manager(4, B)
     manager.allocate(T(B))
     assert not manager.pool.keeps_accounts
-    assert manager.sequences.tenants.use() == []
+    assert manager.sequences.tenants.stats() == ()
     assert manager.pool.num_available() == 3
 
 
@@ -98,7 +104,7 @@ def test_what_comes_back_is_there_for_all_again() -> None:
 
 def test_everything_without_a_tenant_is_one_more_account() -> None:
     manager = manager_with(10, quota("a", 4))
-    assert manager.sequences.tenants.account_of(NO_TENANT) == 0
+    assert manager.sequences.tenants.account_of(NO_TENANT, NO_TENANT) == 0
     manager.allocate(T(6 * B))
     refused(manager, NoRoomError, lambda: manager.allocate(U(1)))
     take(manager, "a", A(4 * B))
@@ -106,7 +112,7 @@ def test_everything_without_a_tenant_is_one_more_account() -> None:
 
 def test_lookup_says_what_a_tenant_could_have() -> None:
     manager = manager_with(10, quota("a", 4), quota("b", 0, 5))
-    a, b = (manager.sequences.tenants.account_of(name) for name in "ab")
+    a, b = (account_of(manager, name) for name in "ab")
     found = manager.lookup(T(7 * B), account=b)
     assert (found.num_blocks_needed, found.num_blocks_free) == (7, 5)
     found = manager.lookup(T(7 * B), account=a)
@@ -335,8 +341,8 @@ def test_a_tenant_that_is_gone_keeps_its_blocks_without_a_guarantee() -> None:
     fill(manager, "a", A(2 * B))
     manager.sequences.tenants.apply([quota("b")])
     with pytest.raises(KeyError):
-        manager.sequences.tenants.account_of("a")
-    assert use(manager, "a") == TenantUse("a", "a", 0, None, 2, 2, 0, 0)
+        account_of(manager, "c")
+    assert use(manager, "a") == TenantStats("a", "a", 0, None, 2, 2, 0, 0)
     take(manager, "b", U(6 * B))
     assert manager.append(held, [1]).code is ResultCode.NO_ROOM
     manager.sequences.tenants.apply([quota("a", 2), quota("b")])
@@ -348,19 +354,20 @@ def test_the_first_tenants_may_come_to_a_pool_in_use() -> None:
     manager.fill(T(3 * B))
     held = manager.allocate(U(2 * B))
     manager.sequences.tenants.apply([quota("a", 4), quota("b")])
-    assert use(manager, NO_TENANT) == TenantUse(NO_TENANT, NO_TENANT, 0, None, 2, 3, 0, 0)
+    assert use(manager, NO_TENANT) == TenantStats(NO_TENANT, NO_TENANT, 0, None, 2, 3, 0, 0)
     take(manager, "a", A(4 * B))
     assert cached(manager, T(3 * B)) == 2
     manager.free(held)
-    assert use(manager, NO_TENANT).held == 0
+    assert (use(manager, NO_TENANT).held, use(manager, NO_TENANT).evictable) == (0, 2)
 
 
 def test_a_tenant_in_another_namespace_is_another_tenant() -> None:
     manager = manager_with(8, quota("a", 4, None, "m"))
-    before = manager.sequences.tenants.account_of("a")
-    manager.sequences.tenants.apply([quota("a", 4, None, "n")])
-    assert manager.sequences.tenants.account_of("a") != before
+    tenants = manager.sequences.tenants
+    tenants.apply([quota("a", 4, None, "n")])
+    before, after = (tenants.account_of("a", namespace) for namespace in "mn")
     assert manager.pool.account(before).guaranteed == 0
+    assert manager.pool.account(after).guaranteed == 4
 
 
 @pytest.mark.parametrize(
@@ -415,7 +422,7 @@ class Adversary:
                 held = manager.allocate(
                     tokens,
                     owner=TWO,
-                    account=manager.sequences.tenants.account_of(rng.choice("bc")),
+                    account=account_of(manager, rng.choice("bc")),
                     cache_use=rng.choice((CacheUse.READ_WRITE, CacheUse.NONE)),
                 )
                 self._held.append(held)

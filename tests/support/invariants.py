@@ -34,7 +34,7 @@ def check_invariants(
 def snapshot(sequences: Sequences) -> dict[str, Any]:
     """Everything that a refused call must leave as it was; refusals are counted apart."""
     pool, stats = sequences.pool, sequences.stats()
-    refusals = ("allocation_refused", "append_refused")
+    refusals = ("allocation_refused", "append_refused", "tenants")
     return {
         "free_order": pool.free_order().tolist(),
         "ref_cnt": pool.ref_cnt.tolist(),

@@ -586,6 +586,7 @@ class Model(ModelAccounts):
             "owners": len({sequence.owner for sequence in self.sequences.values()}),
             "slots_written": sum(map(self._slots_written, self.blocks)),
             "evictions": self.evictions,
+            "tenants": (),
         }
 
     # ---- what the caller may ask
