@@ -108,7 +108,12 @@ class ExtraKeys:
     prompt_embeds: tuple[PromptEmbeds, ...] = ()
 
     def __bool__(self) -> bool:
-        return bool(self.lora or self.multimodal_items or self.cache_salt or self.prompt_embeds)
+        return bool(self.cache_salt or self.reaches_later_blocks)
+
+    @property
+    def reaches_later_blocks(self) -> bool:
+        """False if only the first block of a prompt may have one of them."""
+        return bool(self.lora or self.multimodal_items or self.prompt_embeds)
 
 
 NO_EXTRA_KEYS = ExtraKeys()

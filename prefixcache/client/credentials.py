@@ -8,6 +8,7 @@ for credentials, and again after its restart. Safe to use from many threads.
 
 from __future__ import annotations
 
+import os
 import re
 import socket
 import struct
@@ -91,6 +92,7 @@ class Bearer:
         self.version = 0
         self._metadata = _metadata(credentials.token) if credentials.token else None
         self._lock = threading.Lock()
+        self._pid = os.getpid()
         self._connection: socket.socket | None = None
         self._peer_path: str | None = None
         if credentials.token is None and isinstance(address, UnixAddress):
@@ -118,7 +120,9 @@ class Bearer:
             return not self._is_connected() and self._take_ticket(self._peer_path)
 
     def close(self) -> None:
-        """The ticket ends."""
+        """The ticket ends. In a forked child nothing happens: the lock may be held for ever."""
+        if os.getpid() != self._pid:
+            return
         with self._lock:
             self._disconnect()
             self._peer_path = None

@@ -59,7 +59,7 @@ def block_extra_keys(
     """
     if not extra_keys or num_blocks == 0:
         return None
-    if not (extra_keys.lora or extra_keys.multimodal_items or extra_keys.prompt_embeds):
+    if not extra_keys.reaches_later_blocks:
         return _first_block_keys(extra_keys, num_blocks) if first_block == 0 else None
     keys: list[list[ExtraKey]] = [[] for _ in range(num_blocks)]
 

@@ -6,6 +6,7 @@ has lost its sequence.
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -171,12 +172,20 @@ asyncio.run(main())
     [SYNC + USE, SYNC + LOCKED, SYNC + NEW_CLIENT, SYNC + EXIT, SYNC + MULTIPROCESSING, ASYNC],
     ids=["use", "locked", "new client", "exit", "multiprocessing", "async"],
 )
-@pytest.mark.parametrize("transport", ["unix", "tcp"])
+@pytest.mark.parametrize("transport", ["unix", "tcp", "unix with a ticket"])
 def test_a_child_gets_errors_and_the_parent_goes_on(
     program: str, transport: str, tmp_path: Path
 ) -> None:
-    address = f"unix:{tmp_path}/own.sock" if transport == "unix" else "127.0.0.1:0"
-    with serving(tmp_path, *MANAGER, "--reconnect-grace", "0", "--listen", address) as daemon:
+    address = "127.0.0.1:0" if transport == "tcp" else f"unix:{tmp_path}/own.sock"
+    flags = [*MANAGER, "--reconnect-grace", "0", "--listen", address]
+    if "ticket" in transport:
+        auth = tmp_path / "auth.toml"
+        auth.touch(0o600)
+        auth.write_text(
+            f'[[identities]]\nuid = {os.geteuid()}\ntenant = "t"\nroles = ["client", "admin"]\n'
+        )
+        flags += ["--auth", str(auth)]
+    with serving(tmp_path, *flags) as daemon:
         done = subprocess.run(
             [sys.executable, "-c", program, daemon.addresses[0]],
             capture_output=True,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from prefixcache.core.extra_keys import in_namespace
 from prefixcache.core.hashing import HASH_ALGORITHMS, HashAlgorithm, Hasher
 from prefixcache.core.pool import PLAIN, REGISTERED
 from prefixcache.types import ExtraKeys, Lora, PromptEmbeds, ResultCode
@@ -151,3 +152,40 @@ def test_managers_of_one_seed_agree_on_hashes_and_those_without_do_not() -> None
     assert hashes("one seed") == hashes("one seed")
     assert hashes("one seed") != hashes("another")
     assert hashes(None) != hashes(None)
+
+
+@pytest.mark.parametrize("extra_keys", [ExtraKeys(), ExtraKeys(cache_salt="s"), image("A", 0, 1)])
+@pytest.mark.parametrize("num_prompt_tokens", [1, 4, 6])
+def test_a_sequence_that_grows_keeps_its_namespace(
+    extra_keys: ExtraKeys, num_prompt_tokens: int
+) -> None:
+    """Block by block, by several blocks at once, and through a fork."""
+    keys = in_namespace(extra_keys, "team")
+    manager = Manager(32)
+    held = manager.allocate(T(num_prompt_tokens), keys)
+    manager.commit(held)
+    (child,) = manager.fork(held)
+    for grown in (held, child):
+        for end in (7, 8, 9, 21):
+            manager.append(grown, T(end)[grown.num_tokens :])
+        manager.commit(grown)
+    assert manager.hit(T(21), keys) == 20
+    assert manager.hit(T(21), in_namespace(extra_keys, "other")) == 0
+    assert manager.hit(T(21), extra_keys) == 0
+
+
+def test_namespaces_of_one_name_share_and_are_no_salt() -> None:
+    manager = Manager(12)
+    manager.fill(T(8), in_namespace(ExtraKeys(), "team"))
+    assert manager.hit(T(9), in_namespace(ExtraKeys(), "team")) == 8
+    assert manager.hit(T(9), ExtraKeys(cache_salt="team")) == 0
+    assert in_namespace(ExtraKeys(), "") == ExtraKeys()
+
+
+def test_verified_hits_compare_the_namespace() -> None:
+    constant = HashAlgorithm("constant", 16, lambda data: bytes(16), True, False)
+    manager = Manager(12, algorithm=constant, verify_hits=True)
+    manager.fill(T(4), in_namespace(ExtraKeys(), "a"))
+    assert manager.hit(T(5), in_namespace(ExtraKeys(), "a")) == 4
+    assert manager.hit(T(5), in_namespace(ExtraKeys(), "b")) == 0
+    assert manager.hit(T(5)) == 0

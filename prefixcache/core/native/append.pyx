@@ -192,7 +192,8 @@ cdef int _hash_new_blocks(
 ) except -1:
     """Add the hashes of blocks `first ..< end` to those of the sequence."""
     algorithm = hasher.algorithm
-    if sequence.extra_keys or not algorithm.is_recipe:
+    keys = sequence.extra_keys
+    if not algorithm.is_recipe or (keys and (first == 0 or keys.reaches_later_blocks)):
         growth.hash_new_blocks(hasher, sequence)
         return 0
     cdef bytearray hashes = sequence.hashes
