@@ -65,6 +65,10 @@ class PendingBlocks:
 
     # ---- fillers
 
+    @property
+    def num_fillers(self) -> int:
+        return len(self._fillers)
+
     def begin(self, sequence: Sequence, chain: bytes) -> None:
         """The sequence is to compute what is not cached of the blocks of `chain`.
 

@@ -65,7 +65,7 @@ def what_is_left(daemon: Daemon) -> dict[str, int]:
             "owners": sequences.live.num_owners,
             "holders of blocks": len(list(sequences.live.all_holders())),
             "calls that wait for pending blocks": sequences.pending.num_waiters,
-            "sequences that compute pending blocks": len(sequences.pending._fillers),
+            "sequences that compute pending blocks": sequences.pending.num_fillers,
         }
     return {name: count for name, count in counts.items() if count}
 

@@ -268,6 +268,7 @@ class BlockManagerMachine(SessionRules, RuleBasedStateMachine):
                 assert self.digest is not sha256 or self.model.lookup(*call)[-1]
         self.waiters = still
         assert self.sequences.pending.num_waiters == len(still)
+        assert self.sequences.pending.num_fillers == self.model.num_filling()
 
     def agrees_on_pending(self, found: int, expected: int) -> None:
         """Digests that collide may show more than there is."""

@@ -666,6 +666,13 @@ class Model(ModelAccounts):
         most = len(tokens) - 1
         return min(end * self.size, most) - min(num_hits * self.size, most)
 
+    def num_filling(self) -> int:
+        """Sequences with blocks that others may wait for."""
+        return sum(
+            sequence.registers and sequence.cached_blocks < sequence.filling
+            for sequence in self.sequences.values()
+        )
+
     def _content(
         self,
         tokens: list[int],
