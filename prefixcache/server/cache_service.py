@@ -12,7 +12,6 @@ from typing import Any
 
 import grpc
 
-from prefixcache.core.pending import Waiter
 from prefixcache.core.sequence import CommitRow
 from prefixcache.errors import (
     DrainingError,
@@ -25,10 +24,10 @@ from prefixcache.rpc._pb import cache_pb2
 from prefixcache.rpc.status import status_message
 from prefixcache.rpc.wire import column32, column64, repeated_bytes, twin
 from prefixcache.server import checks
+from prefixcache.server.allocation import Allocation
 from prefixcache.server.callers import Caller
 from prefixcache.server.daemon import REPLY_HEADROOM_BYTES, Daemon
-from prefixcache.server.pending_waits import Apply, Look, PendingWaits, Wake
-from prefixcache.types import AllocateResult
+from prefixcache.server.pending_waits import PendingWaits
 
 
 class CacheService:
@@ -76,41 +75,17 @@ class CacheService:
         context: grpc.ServicerContext | None = None,
     ) -> Any:
         """context: of the call, if it is one by itself: a part of a step may not wait."""
-        owner = checks.owner(request.owner, caller)
-        order = checks.order(request)
-        request_id = checks.request_id(request.request_id)
-        token_ids, extra_keys = checks.prompt(request, caller, self._block_size, self._max_tokens)
-        cache_use = checks.cache_use(request.cache_use)
-        full_hit = checks.full_hit(request.full_hit)
-        self._check_fingerprint(request.layout_fingerprint)
         wait_s = checks.wait_pending_s(
             request.wait_pending_ms, self._daemon.info.limits.max_wait_pending_s
         )
-        self._check_not_draining()
-        prompt = self._sequences.prepare(token_ids, extra_keys)
-        options: Any = {
-            "num_lookahead_tokens": request.num_lookahead_tokens,
-            "cache_use": cache_use,
-            "full_hit": full_hit,
-            "account": self._account_of(caller),
-        }
-
-        def look(wake: Wake) -> Waiter | None:
-            self._check_not_draining()
-            self._sequences.live.take_turn(owner, order)
-            return self._sequences.wait_for_pending(owner, request_id, prompt, wake, **options)
-
-        def apply() -> AllocateResult:
-            self._sequences.live.take_turn(owner, order)
-            return self._sequences.allocate(
-                owner, request_id, prompt, resumed=request.resumed, **options
-            )
-
-        if wait_s:
-            allocated = self._waited(look, apply, wait_s, context)
+        if wait_s and context is None:
+            raise InvalidArgumentError("wait_pending_ms", "must be 0 in a step, which never waits")
+        allocation = self._allocation(request, caller)
+        if wait_s and context is not None and self._waits is not None:
+            allocated = self._waits.allocate(allocation, wait_s, context)
         else:
             with self._sequences.lock:
-                allocated = apply()
+                allocated = allocation.apply()
         return twin("AllocateResponse")(
             sequence_id=allocated.sequence_id,
             num_cached_tokens=allocated.num_cached_tokens,
@@ -118,12 +93,27 @@ class CacheService:
             num_pending_tokens=allocated.num_pending_tokens,
         )
 
-    def _waited(
-        self, look: Look, apply: Apply, wait_s: float, context: grpc.ServicerContext | None
-    ) -> AllocateResult:
-        if self._waits is None or context is None:
-            raise InvalidArgumentError("wait_pending_ms", "must be 0 in a step, which never waits")
-        return self._waits.allocate(look, apply, wait_s, context)
+    def _allocation(self, request: cache_pb2.AllocateRequest, caller: Caller) -> Allocation:
+        owner = checks.owner(request.owner, caller)
+        order = checks.order(request)
+        request_id = checks.request_id(request.request_id)
+        token_ids, extra_keys = checks.prompt(request, caller, self._block_size, self._max_tokens)
+        cache_use = checks.cache_use(request.cache_use)
+        full_hit = checks.full_hit(request.full_hit)
+        self._check_fingerprint(request.layout_fingerprint)
+        self._check_not_draining()
+        return Allocation(
+            self._daemon,
+            owner,
+            order,
+            request_id,
+            self._sequences.prepare(token_ids, extra_keys),
+            request.num_lookahead_tokens,
+            cache_use,
+            full_hit,
+            request.resumed,
+            self._account_of(caller),
+        )
 
     def append(self, request: cache_pb2.AppendRequest, caller: Caller) -> Any:
         owner = checks.owner(request.owner, caller)

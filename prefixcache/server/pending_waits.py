@@ -13,19 +13,13 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import TypeAlias
 
 import grpc
 
-from prefixcache.core.pending import Waiter
 from prefixcache.core.sequences import Sequences
 from prefixcache.errors import CancelledCallError, DeadlineExceededError
+from prefixcache.server.allocation import Allocation
 from prefixcache.types import AllocateResult
-
-Wake: TypeAlias = Callable[[], object]
-Look: TypeAlias = Callable[[Wake], Waiter | None]
-"""None if there is nothing to wait for; else `wake` is called when it is time to look again."""
-Apply: TypeAlias = Callable[[], AllocateResult]
 
 
 class PendingWaits:
@@ -45,18 +39,18 @@ class PendingWaits:
         self._places = threading.BoundedSemaphore(limit)
 
     def allocate(
-        self, look: Look, apply: Apply, wait_s: float, context: grpc.ServicerContext
+        self, allocation: Allocation, wait_s: float, context: grpc.ServicerContext
     ) -> AllocateResult:
-        """What `apply` returns, after at most `wait_s` seconds. Both are called under the lock.
+        """What it gives, after at most `wait_s` seconds.
 
-        Raises what they do, and CancelledCallError or DeadlineExceededError if the caller has gone
+        Raises what it does, and CancelledCallError or DeadlineExceededError if the caller has gone
         while it waited: nothing was applied then.
         """
         if not self._places.acquire(blocking=False):
             with self._sequences.lock:
-                return apply()
+                return allocation.apply()
         try:
-            return self._wait(look, apply, time.monotonic() + wait_s, context)
+            return self._wait(allocation, time.monotonic() + wait_s, context)
         finally:
             self._places.release()
 
@@ -66,7 +60,7 @@ class PendingWaits:
             self._sequences.pending.wake_all()
 
     def _wait(
-        self, look: Look, apply: Apply, until_s: float, context: grpc.ServicerContext
+        self, allocation: Allocation, until_s: float, context: grpc.ServicerContext
     ) -> AllocateResult:
         woken = threading.Event()
         # Of a call that has ended already this does nothing, and `_check_caller` sees it.
@@ -76,9 +70,9 @@ class PendingWaits:
             _check_caller(context)
             left_s = until_s - time.monotonic()
             with self._sequences.lock:
-                waiter = look(woken.set) if left_s > 0 else None
+                waiter = allocation.look(woken.set) if left_s > 0 else None
                 if waiter is None:
-                    return apply()
+                    return allocation.apply()
             try:
                 with self._lent_place():
                     woken.wait(left_s)
