@@ -39,6 +39,11 @@ class Replies:
     def __len__(self) -> int:
         return len(self._waiting)
 
+    @property
+    def are_too_many(self) -> bool:
+        """More bytes wait than may: calls that were cut have not ended."""
+        return self._num_bytes > self._max_bytes and len(self._waiting) > 1
+
     def leaves(self, context: grpc.ServicerContext, num_bytes: int) -> None:
         """A call's reply is on its way from now on."""
         if num_bytes < LARGE_REPLY_BYTES:

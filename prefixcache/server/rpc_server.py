@@ -31,6 +31,7 @@ from prefixcache.server.pending_waits import PendingWaits
 from prefixcache.server.replies import Replies
 from prefixcache.server.session_service import SessionService
 from prefixcache.server.streams import Streams
+from prefixcache.server.stuck_connections import StuckConnections
 from prefixcache.server.workers import Workers, WorkQueueLimits
 
 MIN_PING_INTERVAL_MS = 5_000
@@ -95,6 +96,7 @@ class RpcServer:
         self.is_serving = False
         max_unread_bytes = max(_UNREAD_MESSAGES * limits.max_message_bytes, _MIN_UNREAD_BYTES)
         self._replies = Replies(max_unread_bytes, daemon.clock)
+        self._stuck = StuckConnections(daemon.clock)
         max_keep_alives = _STREAMS_A_SESSION * limits.max_sessions
         self._keep_alives = KeepAliveStreams(daemon.sequences, daemon.boot_id, daemon.clock)
         self._health = HealthService(self._workers, self._watches, self._arrivals, daemon.boot_id)
@@ -151,6 +153,10 @@ class RpcServer:
         self._keep_alives.cut_stale()
         self._arrivals.cut_late()
         self._replies.cut_late()
+        if self._replies.are_too_many:
+            self._stuck.cut()
+        else:
+            self._stuck.forget()
         self._workers.refuse_late()
         self._attention_workers.refuse_late()
         self._access.cut_revoked()

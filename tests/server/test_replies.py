@@ -9,8 +9,9 @@ import grpc
 import pytest
 
 from prefixcache.rpc._pb import cache_pb2
-from prefixcache.server.daemon import MAX_STREAMS_PER_CONNECTION, CacheOptions
+from prefixcache.server.daemon import MAX_STREAMS_PER_CONNECTION, CacheOptions, LimitOptions
 from prefixcache.server.replies import LARGE_REPLY_BYTES, UNREAD_TIMEOUT_S, Replies
+from prefixcache.server.stuck_connections import PATIENCE_S
 from tests.support.daemon import running_daemon
 from tests.support.raw_peer import MAX_CONCURRENT_STREAMS, RawPeer
 from tests.support.stubs import METHODS, connected
@@ -51,6 +52,33 @@ def test_replies_that_nobody_reads_go_with_their_connection() -> None:
                 silent.call(METHODS["Lookup"].path, LARGE)
             until(lambda: len(unread) == NUM_CALLS)
         until(lambda: len(unread) == 0)
+
+
+def test_a_peer_that_fills_the_memory_and_reads_nothing_loses_its_connection() -> None:
+    """Cut calls do not end on such a connection. Another peer, which reads, keeps its own."""
+    now_s = [0.0]
+    request = cache_pb2.LookupRequest(token_ids=range(100_000), want_hashes=True)
+    limits = LimitOptions(max_message_bytes=4 * 2**20)
+    with (
+        running_daemon(
+            CacheOptions(16, 1), None, limits, max_workers=2, clock=lambda: now_s[0]
+        ) as running,
+        connected(running.target) as others,
+        RawPeer(running.target, window=2**30) as silent,
+    ):
+        unread = running.server._replies
+        for _ in range(30):  # 96 MB, and 64 MiB may wait
+            silent.call(METHODS["Lookup"].path, request.SerializeToString())
+        until(lambda: unread.are_too_many)
+        running.sweep()
+        now_s[0] = PATIENCE_S - 0.1
+        running.sweep()
+        assert len(others.call("Lookup", request).block_hashes) == 100_000
+        assert unread.are_too_many
+        now_s[0] = PATIENCE_S
+        running.sweep()
+        until(lambda: len(unread) == 0)
+        assert len(others.call("Lookup", request).block_hashes) == 100_000
 
 
 def test_replies_that_are_read_count_no_more() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-_DATA, _HEADERS, _SETTINGS = 0, 1, 4
+_DATA, _HEADERS, _SETTINGS, _WINDOW_UPDATE = 0, 1, 4, 8
 _ACK = _END_STREAM = 1
 _END_HEADERS = 4
 _MAX_FRAME = 2**14
@@ -25,19 +25,21 @@ class Frame(NamedTuple):
 
 
 class RawPeer:
-    """Sends calls, and reads nothing of their replies: it gives none of them a window to come in.
+    """Sends calls, and reads nothing of their replies.
 
-    target: `unix:/path`. Use as a context manager.
+    target: `unix:/path`. window: how much of them may be sent; 0 for nothing. Use as a context
+    manager.
     """
 
-    def __init__(self, target: str) -> None:
+    def __init__(self, target: str, *, window: int = 0) -> None:
         self._socket = socket.socket(socket.AF_UNIX)
         self._socket.settimeout(20.0)
         self._socket.connect(target.removeprefix("unix:"))
         self._next_stream = 1
-        no_window = struct.pack(">HI", _INITIAL_WINDOW_SIZE, 0)
         self._socket.sendall(_PREFACE)
-        self._send(_SETTINGS, 0, 0, no_window)
+        self._send(_SETTINGS, 0, 0, struct.pack(">HI", _INITIAL_WINDOW_SIZE, window))
+        if window:
+            self._send(_WINDOW_UPDATE, 0, 0, struct.pack(">I", window))
         self._send(_SETTINGS, _ACK, 0, b"")
 
     def __enter__(self) -> RawPeer:
