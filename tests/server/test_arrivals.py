@@ -56,8 +56,7 @@ def test_calls_without_a_request_leave_the_threads_to_others(name: str) -> None:
         over.set()
 
 
-@pytest.mark.parametrize("name", ["Check", "Watch"])
-def test_health_checks_without_a_request_leave_the_threads_to_others(name: str) -> None:
+def test_health_checks_without_a_request_leave_the_threads_to_others() -> None:
     now_s = [0.0]
     with (
         running_daemon(
@@ -66,15 +65,19 @@ def test_health_checks_without_a_request_leave_the_threads_to_others(name: str) 
         RawPeer(running.target) as silent,
         connected(running.target) as others,
     ):
-        for _ in range(NUM_WORKERS):
-            silent.begin(f"/grpc.health.v1.Health/{name}")
         waiting = running.server._arrivals
-        until(lambda: len(waiting) == NUM_WORKERS)
+        silent.begin("/grpc.health.v1.Health/Watch")
+        until(lambda: len(waiting) == 1)
+        assert others.stats().num_blocks == 16
+        for _ in range(NUM_WORKERS):
+            silent.begin("/grpc.health.v1.Health/Check")
+        until(lambda: len(waiting) == 1 + NUM_WORKERS)
         answered = others.start("GetStats", admin_pb2.GetStatsRequest())
+        until(lambda: running.server._workers.num_waiting == 1)
         now_s[0] = REQUEST_TIMEOUT_S
         running.sweep()
-        assert others.finish(answered).num_blocks == 16
         until(lambda: len(waiting) == 0)
+        assert others.finish(answered).num_blocks == 16
 
 
 def test_a_call_that_is_ended_without_a_request_is_refused() -> None:
