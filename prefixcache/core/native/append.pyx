@@ -158,10 +158,11 @@ cdef Py_ssize_t _append_plain(
             return -1
     num_added = (old + count + size - 1) // size - len(table)
     if num_added > 0:
-        account = sequence.account
+        if pool.keeps_accounts:
+            account = sequence.account
+            if not pool._may_hold(account, len(table) + num_added, num_added):
+                return -1
         if num_added > _MAX_NEW_BLOCKS or num_added > pool._num_available(account, 0):
-            return -1
-        if not pool._may_hold(account, len(table) + num_added, num_added):
             return -1
     array.extend_buffer(token_ids, <char *>new_tokens, count)
     call = ("append", position, count, _ZERO, _ZERO, _NO_EXTRA_KEYS)

@@ -142,10 +142,15 @@ cdef class Pool:
     cdef void *_zeros(self, Py_ssize_t count, object dtype) except NULL
     cdef void *_address(self, object column) except NULL
     cdef void take_into(self, int32_t *blocks, Py_ssize_t count, int32_t account)
-    cdef int64_t _num_available(self, int32_t account, int64_t num_reserved)
+
+    cdef inline int64_t _num_available(self, int32_t account, int64_t num_reserved) noexcept:
+        if not self.keeps_accounts:
+            return self.num_free
+        cdef int64_t num_blank = self.num_free - self.num_evictable
+        return book_available(&self._book, account, num_blank, num_reserved)
+
     cdef int64_t _num_findable(self, int32_t account)
     cdef bint _may_hold(self, int32_t account, int64_t num_blocks, int64_t num_added)
-    cdef free_queue *_queue_of(self, int32_t block)
     cdef int _keep_accounts(self) except -1
     cdef int _make_sharers(self, int64_t count) except -1
     cdef int _check_account(self, int32_t account) except -1

@@ -163,24 +163,29 @@ cdef class Pool:
 
     def acquire(self, const int32_t[::1] block_ids, int32_t account=0):
         """One more reference of an account on each of distinct, cached or referenced blocks."""
+        cdef free_queue *queue = &self._queue.queue
+        cdef bint keeps_accounts = self.keeps_accounts
+        cdef int64_t num_reused = 0
         cdef Py_ssize_t index
         cdef int32_t block
         self._check_all(block_ids)
         self._check_account(account)
-        if self.keeps_accounts:
+        if keeps_accounts:
             self._make_sharers(block_ids.shape[0])
         for index in range(block_ids.shape[0]):
             block = block_ids[index]
             if self._refs[block] == 0:
-                queue_remove(self._queue_of(block), block)
-                self.num_evictable -= 1
-                self.num_free -= 1
-                if self.keeps_accounts:
+                num_reused += 1
+                if keeps_accounts:
+                    queue = book_queue(&self._book, block)
                     change_evictable(&self._book, self._book.charge[block], -1)
                     book_charge(&self._book, block, account)
-            elif self.keeps_accounts:
+                queue_remove(queue, block)
+            elif keeps_accounts:
                 book_share(&self._book, block, account)
             self._refs[block] += 1
+        self.num_evictable -= num_reused
+        self.num_free -= num_reused
 
     def take(self, Py_ssize_t count, int32_t account=0):
         """`count` plain blocks with one reference of an account each, in the order of eviction.
@@ -197,9 +202,10 @@ cdef class Pool:
         return taken
 
     cdef void take_into(self, int32_t *blocks, Py_ssize_t count, int32_t account):
+        cdef bint keeps_accounts = self.keeps_accounts
         cdef Py_ssize_t index
         cdef int32_t block
-        if self.keeps_accounts:
+        if keeps_accounts:
             book_pop(&self._book, account, self.num_free - self.num_evictable, count, blocks)
         else:
             queue_pop(&self._queue.queue, count, blocks)
@@ -212,7 +218,7 @@ cdef class Pool:
                 self.num_evictable -= 1
                 self._state[block] = PLAIN
                 self._evict(block)
-            if self.keeps_accounts:
+            if keeps_accounts:
                 self._book.charge[block] = account
                 self._book.mark[block] = 0
 
@@ -223,8 +229,11 @@ cdef class Pool:
         group, if not. A standby that reaches 0 becomes blank, and its hash's registered block is
         used at that moment: if that is free, it moves to the tail in the standby's turn.
         """
-        cdef free_queue *queue = &self._queue.queue
-        cdef int32_t after = queue.ends, block, holder
+        cdef free_queue *blank = &self._queue.queue
+        cdef free_queue *queue = blank
+        cdef bint keeps_accounts = self.keeps_accounts
+        cdef int32_t after = blank.ends, block, holder
+        cdef int64_t num_freed = 0, num_registered = 0
         cdef Py_ssize_t index
         self._check_all(block_ids)
         self._check_account(account)
@@ -232,27 +241,31 @@ cdef class Pool:
             block = block_ids[index]
             self._refs[block] -= 1
             if self._refs[block]:
-                if self.keeps_accounts and self._book.mark[block]:
+                if keeps_accounts and self._book.mark[block]:
                     book_leave(&self._book, block, account, self._refs[block])
                 continue
-            self.num_free += 1
-            if self.keeps_accounts:
+            num_freed += 1
+            if keeps_accounts:
+                queue = book_queue(&self._book, block)
                 book_free(&self._book, block, self._state[block] == REGISTERED)
             if self._state[block] == REGISTERED:
-                queue_push_tail(self._queue_of(block), block)
-                self.num_evictable += 1
+                queue_push_tail(queue, block)
+                num_registered += 1
                 continue
             if self._state[block] == STANDBY:
                 self._state[block] = PLAIN
                 ring_remove(&self._rings, block)
                 holder = index_find(&self._index, index_digest(&self._index, block))
                 if self._refs[holder] == 0:
-                    queue_remove(self._queue_of(holder), holder)
-                    queue_push_tail(self._queue_of(holder), holder)
-                    if self.keeps_accounts:
+                    if keeps_accounts:
+                        queue = book_queue(&self._book, holder)
                         book_use(&self._book, holder)
-            queue_insert(queue, block, after)
+                    queue_remove(queue, holder)
+                    queue_push_tail(queue, holder)
+            queue_insert(blank, block, after)
             after = block
+        self.num_free += num_freed
+        self.num_evictable += num_registered
 
     def register(self, const int32_t[::1] block_ids, chain, parent):
         """Make referenced plain blocks, whose K/V are complete, findable by their hashes.
@@ -408,12 +421,6 @@ cdef class Pool:
             num_free += self._refs[block_ids[index]] == 0
         return HitCounts(num_free, num_free, 0, num_blocks)
 
-    cdef int64_t _num_available(self, int32_t account, int64_t num_reserved):
-        if not self.keeps_accounts:
-            return self.num_free
-        cdef int64_t num_blank = self.num_free - self.num_evictable
-        return book_available(&self._book, account, num_blank, num_reserved)
-
     cdef int64_t _num_findable(self, int32_t account):
         if not self.keeps_accounts:
             return self.num_free
@@ -426,10 +433,6 @@ cdef class Pool:
         if num_blocks > book_limit(&self._book, account):
             return False
         return book_held(&self._book, account) + num_added <= self._book.all[account].max_blocks
-
-    cdef free_queue *_queue_of(self, int32_t block):
-        """The queue of an evictable block."""
-        return book_queue(&self._book, block) if self.keeps_accounts else &self._queue.queue
 
     cdef int _keep_accounts(self) except -1:
         """Everything so far is charged to account 0, and was used before anything from now on."""
