@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from prefixcache.core.tenants import TenantQuota
 from prefixcache.rpc import wire
 from prefixcache.rpc._pb import admin_pb2, attention_pb2, cache_pb2, session_pb2
 from prefixcache.server.access import AccessControl
@@ -345,6 +346,28 @@ def test_admins_see_the_sequences_and_sessions_of_all(as_tenant: As) -> None:
     assert len(ops.call("ListSequences", admin_pb2.ListSequencesRequest()).sequences) == 2
     sessions = ops.call("ListSessions", admin_pb2.ListSessionsRequest()).sessions
     assert [session.tenant for session in sessions] == ["a", "b"]
+
+
+def test_a_refusal_for_want_of_room_names_nobody_elses_clients(
+    running: RunningDaemon, as_tenant: As
+) -> None:
+    with running.daemon.sequences.lock:
+        running.daemon.sequences.tenants.apply(
+            [TenantQuota("a", "a"), TenantQuota("b", "b"), TenantQuota("sharing-d", "shared")]
+        )
+    opened = session_pb2.OpenSessionRequest(ttl_s=60, client_name="of tenant a")
+    hog = Peer(as_tenant("a"), as_tenant("a").call("OpenSession", opened).session_id)
+    hog.allocate(range(60 * SIZE))
+
+    def refusal(tenant: str) -> str:
+        with pytest.raises(Refused) as refused:
+            Peer(as_tenant(tenant)).allocate(range(9000, 9000 + 5 * SIZE))
+        assert refused.value.reason == "NO_ROOM"
+        return f"{refused.value} {refused.value.numbers}"
+
+    assert "of tenant a" in refusal("a")
+    assert "of tenant a" not in refusal("b")
+    assert "holder" not in refusal("b")
 
 
 # ---- what a tenant can tell of another
