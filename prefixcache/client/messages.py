@@ -173,6 +173,7 @@ def _read_page(reply: Any) -> SequencePage:
                 num_blocks=info.num_blocks,
                 age_s=info.age_s,
                 client_name=info.client_name,
+                tenant=info.tenant,
             )
             for info in reply.sequences
         ),

@@ -85,6 +85,8 @@ class SequenceInfo:
     age_s: float
     client_name: str
     """Of its session; empty without one."""
+    tenant: str
+    """Whose client it is; empty without access control."""
 
 
 @dataclass(frozen=True, slots=True)

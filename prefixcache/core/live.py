@@ -35,6 +35,7 @@ class SequenceInfo:
     serial: int
     sequence_id: SequenceId
     owner: bytes
+    account: int
     client_name: str
     num_tokens: int
     num_computed_tokens: int
@@ -255,6 +256,7 @@ class LiveSequences:
                         serial=sequence.serial,
                         sequence_id=sequence.sequence_id,
                         owner=sequence.owner,
+                        account=sequence.account,
                         client_name=self.client_name(sequence.owner),
                         num_tokens=sequence.num_tokens,
                         num_computed_tokens=sequence.num_computed,

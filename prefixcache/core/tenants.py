@@ -46,6 +46,10 @@ class Tenants:
         """
         return self._accounts[name, namespace] if self._pool.keeps_accounts else 0
 
+    def name_of(self, account: int) -> str:
+        """The tenant whose account it is."""
+        return next(name for (name, _), own in self._accounts.items() if own == account)
+
     def count_refusal(self, account: int) -> None:
         self._refused[account] += 1
 

@@ -43,6 +43,10 @@ class AdminService:
         after, page_size = _page(request)
         with self._sequences.lock:
             page = self._sequences.live.list_after(after, page_size + 1)
+            tenants = {
+                account: self._sequences.tenants.name_of(account)
+                for account in {info.account for info in page}
+            }
         shown = page[:page_size]
         return admin_pb2.ListSequencesResponse(
             sequences=[
@@ -55,6 +59,7 @@ class AdminService:
                     num_blocks=info.num_blocks,
                     age_s=info.age_s,
                     client_name=info.client_name,
+                    tenant=tenants[info.account],
                 )
                 for info in shown
             ],

@@ -338,12 +338,17 @@ def test_an_allocate_in_another_tenants_session_is_refused(as_tenant: As) -> Non
     assert Peer(as_tenant("a"), session.session_id).allocate(PROMPT).sequence_id
 
 
-def test_admins_see_the_sequences_and_sessions_of_all(as_tenant: As) -> None:
+def test_admins_see_the_sequences_and_sessions_of_all(
+    running: RunningDaemon, as_tenant: As
+) -> None:
+    with running.daemon.sequences.lock:
+        running.daemon.sequences.tenants.apply([TenantQuota("a", "a"), TenantQuota("b", "b")])
     for tenant in ("a", "b"):
         Peer(as_tenant(tenant)).allocate(PROMPT)
         as_tenant(tenant).call("OpenSession", session_pb2.OpenSessionRequest(ttl_s=60))
     ops = as_tenant("ops")
-    assert len(ops.call("ListSequences", admin_pb2.ListSequencesRequest()).sequences) == 2
+    sequences = ops.call("ListSequences", admin_pb2.ListSequencesRequest()).sequences
+    assert [sequence.tenant for sequence in sequences] == ["a", "b"]
     sessions = ops.call("ListSessions", admin_pb2.ListSessionsRequest()).sessions
     assert [session.tenant for session in sessions] == ["a", "b"]
 

@@ -111,7 +111,7 @@ class ListSequencesRequest(_message.Message):
     def __init__(self, page_size: _Optional[int] = ..., page_token: _Optional[str] = ...) -> None: ...
 
 class SequenceInfo(_message.Message):
-    __slots__ = ("sequence_id", "owner_digest", "num_tokens", "num_computed_tokens", "num_cached_tokens", "num_blocks", "age_s", "client_name")
+    __slots__ = ("sequence_id", "owner_digest", "num_tokens", "num_computed_tokens", "num_cached_tokens", "num_blocks", "age_s", "client_name", "tenant")
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     OWNER_DIGEST_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -120,6 +120,7 @@ class SequenceInfo(_message.Message):
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     AGE_S_FIELD_NUMBER: _ClassVar[int]
     CLIENT_NAME_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
     sequence_id: int
     owner_digest: str
     num_tokens: int
@@ -128,7 +129,8 @@ class SequenceInfo(_message.Message):
     num_blocks: int
     age_s: float
     client_name: str
-    def __init__(self, sequence_id: _Optional[int] = ..., owner_digest: _Optional[str] = ..., num_tokens: _Optional[int] = ..., num_computed_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., num_blocks: _Optional[int] = ..., age_s: _Optional[float] = ..., client_name: _Optional[str] = ...) -> None: ...
+    tenant: str
+    def __init__(self, sequence_id: _Optional[int] = ..., owner_digest: _Optional[str] = ..., num_tokens: _Optional[int] = ..., num_computed_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., num_blocks: _Optional[int] = ..., age_s: _Optional[float] = ..., client_name: _Optional[str] = ..., tenant: _Optional[str] = ...) -> None: ...
 
 class ListSequencesResponse(_message.Message):
     __slots__ = ("sequences", "next_page_token")
