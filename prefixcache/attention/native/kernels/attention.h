@@ -79,10 +79,11 @@ typedef struct {
 /* NULL where it was not compiled. */
 const attention_form *attention_form_avx2(void);
 const attention_form *attention_form_avx512(void);
+const attention_form *attention_form_avx512_bf16(void);
 const attention_form *attention_form_neon(void);
 
 /* The forms that this processor runs, best first; returns how many. */
-#define MOST_FORMS 3
+#define MOST_FORMS 4
 int attention_forms(const attention_form *forms[MOST_FORMS]);
 
 /* 0, or -1 if there is no memory. in_background: threads of lower priority do it, if it is long. */

@@ -1,6 +1,6 @@
 /* One form of native attention, to be included by a file that compiles it for an instruction set and
-   defines FORM, LANES, STRIP (rows of a strip, whose sums fill the registers), load_float16 and
-   to_float16. */
+   defines FORM, LANES, STRIP (rows of a strip, whose sums fill the registers), HAS_PAIRS, and what
+   vectors.h declares. */
 
 #include "vectors.h"
 #include "softmax.h"
@@ -28,7 +28,10 @@ static size_t scratch_bytes(const attention_call *call, int num_tokens) {
 static void attend(const attention_call *call, const segment *work, int first_head,
                    const partial_outputs *parts, void *scratch) {
     if (work->num_tokens * call->group > FEW_ROWS) {
-        many_rows(call, work, first_head, parts, scratch);
+        if (has_pairs(call))
+            many_rows(call, work, first_head, parts, scratch, 1);
+        else
+            many_rows(call, work, first_head, parts, scratch, 0);
         return;
     }
     int num_heads = heads_at_once(call, work->num_tokens);

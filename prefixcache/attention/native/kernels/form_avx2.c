@@ -15,6 +15,7 @@
 #define FORM "avx2"
 #define LANES 8
 #define STRIP 6
+#define HAS_PAIRS 0
 #include "form.h"
 
 INLINE vec load_float16(const void *elements) {

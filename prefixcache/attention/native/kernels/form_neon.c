@@ -9,6 +9,7 @@
 #define FORM "neon"
 #define LANES 4
 #define STRIP 8
+#define HAS_PAIRS 0
 #include "form.h"
 
 INLINE vec load_float16(const void *elements) {

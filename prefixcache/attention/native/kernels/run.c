@@ -11,18 +11,20 @@
 #define LONG_WORK 5e7 /* multiplications, of which a core does so many in about 1 ms */
 
 int attention_forms(const attention_form *forms[MOST_FORMS]) {
-    const attention_form *avx512 = attention_form_avx512(), *avx2 = attention_form_avx2(),
-                         *neon = attention_form_neon();
+    const attention_form *avx512 = attention_form_avx512(), *bf16 = attention_form_avx512_bf16(),
+                         *avx2 = attention_form_avx2(), *neon = attention_form_neon();
     int count = 0;
 #if defined(__x86_64__)
     __builtin_cpu_init();
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
+        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
+        if (__builtin_cpu_supports("avx512bf16")) forms[count++] = bf16;
         forms[count++] = avx512;
+    }
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) forms[count++] = avx2;
 #endif
     if (neon != NULL) forms[count++] = neon;
-    (void)avx512, (void)avx2;
+    (void)avx512, (void)bf16, (void)avx2;
     return count;
 }
 

@@ -25,6 +25,22 @@ INLINE vec load_int8(const void *elements);
 INLINE half_vec load_widened(const void *bytes);
 INLINE half_vec to_float16(vec floats);
 
+/* Pairs: two bfloat16 numbers in each place of a vector, for forms that multiply such (HAS_PAIRS). */
+#if HAS_PAIRS
+/* sum + pair . column, in each place the sum of two products. */
+INLINE vec add_pairs(vec sum, const float *pair, vec column);
+/* 2 * LANES consecutive floats as bfloat16. */
+INLINE vec to_pairs(vec first, vec second);
+/* 2 * LANES bfloat16 numbers of each of two rows: those of a column become a pair. */
+INLINE void zip_pairs(const void *first, const void *second, vec zipped[2]);
+#else
+INLINE vec add_pairs(vec sum, const float *pair, vec column) { return sum + *pair * column; }
+INLINE vec to_pairs(vec first, vec second) { return first + second; }
+INLINE void zip_pairs(const void *first, const void *second, vec zipped[2]) {
+    (void)first, (void)second, (void)zipped;
+}
+#endif
+
 INLINE int element_bytes(element_type type) {
     return type == FLOAT32 ? 4 : type == FLOAT16 || type == BFLOAT16 ? 2 : 1;
 }
