@@ -627,7 +627,9 @@ def test_no_room_now_says_the_numbers_and_when_to_come_again(bare: Served) -> No
     )
     refusal = bare.stubs.refused("Allocate", request)
     assert (refusal.code, refusal.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "NO_ROOM")
-    assert refusal.numbers == {
+    # Who holds the rest has tests of its own.
+    own = {key: text for key, text in refusal.numbers.items() if not key.startswith("holder_")}
+    assert own == {
         "boot_id": bare.running.daemon.boot_id.hex(),
         "needed": str(NUM_BLOCKS),
         "free": str(free),
