@@ -23,11 +23,12 @@ import grpc
 import numpy as np
 import torch
 
-from prefixcache import Client
+from prefixcache import Client, Credentials
 from prefixcache.client.channel import channel_options
 from tests.chaos.kv import kv_store
 from tests.chaos.link import Link
 from tests.chaos.tally import ClientTally, Tally
+from tests.chaos.tenants import TENANTS, Tenant
 from tests.chaos.walk import Walk
 
 _CONTEXT = multiprocessing.get_context("forkserver")
@@ -36,11 +37,15 @@ _CONTEXT.set_forkserver_preload(["tests.chaos.clients", "tests.chaos.lives"])
 
 @dataclass(frozen=True)
 class World:
-    """What the clients of one daemon share. folder: with the socket, the tally and the K/V."""
+    """What the clients of one daemon share.
+
+    folder: with the socket, the tally and the K/V. has_tenants: each row is one of `TENANTS`.
+    """
 
     folder: Path
     storage: str
     num_rows: int
+    has_tenants: bool = False
 
     @property
     def target(self) -> str:
@@ -52,6 +57,9 @@ class World:
     def generation(self, *, create: bool = False) -> np.memmap[Any, Any]:
         mode = "w+" if create else "r+"
         return np.memmap(self.folder / "generation", np.uint64, mode, shape=(1,))
+
+    def tenant(self, row: int) -> Tenant | None:
+        return TENANTS[row % len(TENANTS)] if self.has_tenants else None
 
     def prepare(self) -> None:
         self.tally(create=True)
@@ -131,7 +139,7 @@ def connected(
     """A client and its walk. The session is the caller's to close."""
     rng = random.Random(seed)
     tally = world.tally().of_row(row)
-    generation = world.generation()
+    generation, tenant = world.generation(), world.tenant(row)
     with grpc.insecure_channel(world.target, channel_options()) as channel:
         link = Link(channel, tally, random.Random(seed + 1), cut_rate)
         client = Client(
@@ -139,6 +147,7 @@ def connected(
             timeout_s=timeout_s,
             session_ttl_s=session_ttl_s,
             client_name=f"client {row}",
+            credentials=tenant.credentials if tenant else Credentials(),
         )
         walk = Walk(
             client,
@@ -148,5 +157,6 @@ def connected(
             has_storage=world.storage == "cpu",
             faults=faults,
             generation=lambda: int(generation[0]),
+            namespace=tenant.namespace if tenant else 0,
         )
         yield Connected(client, link, walk, rng, tally)

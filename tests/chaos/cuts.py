@@ -9,8 +9,8 @@ from pathlib import Path
 
 from tests.chaos import lives
 from tests.chaos.clients import World, start_client
-from tests.chaos.daemon_process import GRACE_S, any_options, daemon_process
-from tests.chaos.load import check_daemon, collect
+from tests.chaos.daemon_process import GRACE_S
+from tests.chaos.load import check_daemon, collect, served
 from tests.chaos.report import Figures
 from tests.chaos.tally import RPCS
 
@@ -24,12 +24,15 @@ def run(folder: Path, rng: random.Random, seconds: float) -> Figures:
     """Half of the time with K/V in the daemon, half without; every third client has no session."""
     figures = Figures("cuts", clients=CLIENTS)
     for storage in ("none", "cpu"):
-        place = folder / storage
-        place.mkdir(mode=0o700)
-        options = ("--owner-ttl", str(_OWNER_TTL_S), *any_options(rng))
-        with daemon_process(place, storage, *options) as daemon:
-            world = World(place, storage, num_rows=CLIENTS)
-            world.prepare()
+        with served(
+            folder,
+            storage,
+            rng,
+            CLIENTS,
+            *("--owner-ttl", str(_OWNER_TTL_S)),
+            has_tenants=storage == "none",
+        ) as it:
+            world = it.world
             begin_s = time.monotonic()
             clients = [
                 start_client(
@@ -44,7 +47,7 @@ def run(folder: Path, rng: random.Random, seconds: float) -> Figures:
             ]
             collect(figures, world, clients, seconds / 2)
             figures.seconds += time.monotonic() - begin_s
-            check_daemon(figures, daemon, _OWNER_TTL_S + GRACE_S + 1.0)
+            check_daemon(figures, it.daemon, _OWNER_TTL_S + GRACE_S + 1.0)
             _count_cuts(figures, world)
     missing = [rpc for rpc in RPCS if not figures.faults[rpc]]
     if missing:

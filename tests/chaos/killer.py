@@ -29,8 +29,8 @@ def kill_myself() -> None:
     time.sleep(_DEATH_S)  # the signal may be taken by another thread first
 
 
-def metadata(phase: str) -> tuple[tuple[str, str], ...]:
-    """Of a call during which the daemon is to kill this process."""
+def kill_order(phase: str) -> tuple[tuple[str, str], ...]:
+    """Metadata of a call during which the daemon is to kill this process."""
     return ((METADATA_KEY, f"{DAEMON_PHASES.index(phase)} {os.getpid()}"),)
 
 

@@ -15,11 +15,11 @@ from pathlib import Path
 
 from tests.chaos import lives
 from tests.chaos.clients import ClientProcess, World, start_client
-from tests.chaos.daemon_process import DaemonProcess, any_options, daemon_process
+from tests.chaos.daemon_process import DaemonProcess
 from tests.chaos.flatness import judge
 from tests.chaos.killer import PHASES
 from tests.chaos.link import Kill
-from tests.chaos.load import check_daemon, count_calls
+from tests.chaos.load import check_daemon, count_calls, served
 from tests.chaos.report import Figures
 from tests.chaos.tally import RPCS
 
@@ -47,17 +47,13 @@ class _Batch:
 
 
 def run(folder: Path, rng: random.Random, num_kills: int) -> Figures:
-    """Half of the kills with K/V in the daemon, half without."""
+    """Half of the kills with K/V in the daemon, half without, of clients of several tenants."""
     figures = Figures("kills", clients=CLIENTS)
     coverage: Counter[tuple[str, str]] = Counter()
     begin_s = time.monotonic()
     for storage in ("none", "cpu"):
-        place = folder / storage
-        place.mkdir(mode=0o700)
-        with daemon_process(place, storage, *any_options(rng)) as daemon:
-            world = World(place, storage, num_rows=num_kills)
-            world.prepare()
-            batch = _Batch(world, daemon, figures, coverage)
+        with served(folder, storage, rng, num_kills, has_tenants=storage == "none") as it:
+            batch = _Batch(it.world, it.daemon, figures, coverage)
             _kill_all(batch, rng, num_kills // 2)
             _note_daemon(batch)
     figures.seconds = time.monotonic() - begin_s

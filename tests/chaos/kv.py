@@ -37,13 +37,13 @@ _NUM_BOOTS = 4096
 class Held:
     """A sequence and what its K/V follow from.
 
-    chain: one number a token, of the token and the extra keys. written_from: K/V of tokens before
+    keys: the namespace and the extra keys, by numbers. written_from: K/V of tokens before
     it are in shared blocks and are never written, though the last of them is computed again.
     """
 
     sequence: Sequence
     tokens: list[int]
-    salt: int
+    keys: tuple[int, int]
     boot_id: bytes
     written_from: int = 0
     generation: int = 0
@@ -52,7 +52,8 @@ class Held:
 
     def chain(self, num_tokens: int | None = None) -> list[int]:
         tokens = [*self.tokens, *self.drafts][:num_tokens]
-        return [token + 10_000 * self.salt for token in tokens]
+        namespace, salt = self.keys
+        return [token + 10_000 * salt + 100_000 * namespace for token in tokens]
 
     @property
     def num_to_compute(self) -> int:

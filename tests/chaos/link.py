@@ -14,7 +14,7 @@ from typing import Any
 
 import grpc
 
-from tests.chaos.killer import CLIENT_PHASES, DAEMON_PHASES, kill_myself, metadata
+from tests.chaos.killer import CLIENT_PHASES, DAEMON_PHASES, kill_myself, kill_order
 from tests.chaos.tally import ClientTally
 
 LATE_S = 2.0
@@ -57,14 +57,17 @@ class Link:
         call = self._channel.unary_unary(path, **serializers)
         name = path.rpartition("/")[2]
 
-        def send(request: Any, timeout: float | None = None) -> Any:
+        def send(request: Any, timeout: float | None = None, metadata: Any = None) -> Any:
             assert timeout is not None, "every call of the client has a deadline"
             self._die("before it is sent", name)
+            options = {"metadata": self._with_kill(metadata, name)}
             begin_s, is_cut = time.monotonic(), self._rng.random() < self.cut_rate
             self._tally.count(name, "started")
             try:
                 reply = (
-                    self._cut(call, request) if is_cut else self._call(call, request, name, timeout)
+                    self._cut(call, request, options)
+                    if is_cut
+                    else self._call(call, request, name, {"timeout": timeout, **options})
                 )
             except (grpc.RpcError, grpc.FutureCancelledError) as error:
                 raise self._counted(error, name, timeout, is_cut) from error
@@ -82,9 +85,7 @@ class Link:
         name = path.rpartition("/")[2]
 
         def open_stream(requests: Iterator[Any], **options: Any) -> Any:
-            if self._kills_in(DAEMON_PHASES, name):
-                assert self.kill is not None
-                options["metadata"] = metadata(self.kill.phase)
+            options["metadata"] = self._with_kill(options.get("metadata"), name)
             replies = _Replies(self, name, call(self._sending(requests, name), **options))
             if self._rng.random() < self.cut_rate:
                 threading.Timer(self._any_time(*_STREAM_CUT_S), replies.cancel_by_fault).start()
@@ -92,16 +93,13 @@ class Link:
 
         return open_stream
 
-    def _call(self, call: Any, request: Any, name: str, timeout: float) -> Any:
-        if self._kills_in(DAEMON_PHASES, name):
-            assert self.kill is not None
-            return call(request, timeout=timeout, metadata=metadata(self.kill.phase))
+    def _call(self, call: Any, request: Any, name: str, options: dict[str, Any]) -> Any:
         if self._kills_in(("once it is sent",), name):
-            future = call.future(request, timeout=timeout)
+            future = call.future(request, **options)
             time.sleep(self._rng.uniform(0.0, _SENT_S))
             self._die("once it is sent", name)
             return future.result()
-        return call(request, timeout=timeout)
+        return call(request, **options)
 
     def _counted(self, error: Exception, name: str, timeout: float, is_cut: bool) -> grpc.RpcError:
         """What the client is to see of a call that has failed."""
@@ -117,14 +115,21 @@ class Link:
             self._tally.count(name, "late")
         return error
 
-    def _cut(self, call: Any, request: Any) -> Any:
+    def _cut(self, call: Any, request: Any, options: dict[str, Any]) -> Any:
         """A deadline that may pass, or a cancellation that may come in time."""
         seconds = self._any_time(*_CUT_S)
         if self._rng.random() < 0.5:
-            return call(request, timeout=seconds)
-        future = call.future(request, timeout=10.0)
+            return call(request, timeout=seconds, **options)
+        future = call.future(request, timeout=10.0, **options)
         threading.Timer(seconds, future.cancel).start()
         return future.result()
+
+    def _with_kill(self, metadata: Any, name: str) -> Any:
+        """Of a call at which the daemon is to kill this process."""
+        if not self._kills_in(DAEMON_PHASES, name):
+            return metadata
+        assert self.kill is not None
+        return (*(metadata or ()), *kill_order(self.kill.phase))
 
     def _any_time(self, shortest_s: float, longest_s: float) -> float:
         """All magnitudes alike: most calls take about a millisecond."""

@@ -1,16 +1,57 @@
-"""What a part does at its end: collect what the clients found, and look into the daemon."""
+"""What parts have in common: a daemon to be under load, and what is looked at in the end."""
 
 from __future__ import annotations
 
+import random
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 
 from tests.chaos.clients import ClientProcess, World
-from tests.chaos.daemon_process import GRACE_S, DaemonProcess, wait_until_free
+from tests.chaos.daemon_process import (
+    CHECKED_DAEMON,
+    GRACE_S,
+    DaemonProcess,
+    any_options,
+    daemon_process,
+    wait_until_free,
+)
 from tests.chaos.report import Figures
+from tests.chaos.tenants import access_options
 
 _END_S = 40.0
 """Longer than any call may take: a client that has not ended by then waits for an answer."""
+
+
+@dataclass(frozen=True)
+class Served:
+    """A daemon, and what its clients share."""
+
+    daemon: DaemonProcess
+    world: World
+
+
+@contextmanager
+def served(
+    folder: Path,
+    storage: str,
+    rng: random.Random,
+    num_rows: int,
+    *options: str,
+    has_tenants: bool = False,
+    program: str = CHECKED_DAEMON,
+) -> Iterator[Served]:
+    """A daemon with a folder of its own in `folder`. num_rows: clients, all in all."""
+    place = folder / storage
+    place.mkdir(mode=0o700)
+    access = access_options(place) if has_tenants else ()
+    options = (*options, *access, *any_options(rng))
+    with daemon_process(place, storage, *options, program=program) as daemon:
+        world = World(place, storage, num_rows, has_tenants)
+        world.prepare()
+        yield Served(daemon, world)
 
 
 def collect(

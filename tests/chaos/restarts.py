@@ -13,12 +13,12 @@ from pathlib import Path
 
 from tests.chaos import lives
 from tests.chaos.clients import World, start_client
-from tests.chaos.daemon_process import DaemonProcess, any_options, daemon_process
-from tests.chaos.load import check_daemon, collect
+from tests.chaos.daemon_process import DaemonProcess
+from tests.chaos.load import check_daemon, collect, served
 from tests.chaos.report import Figures
 
 CLIENTS = 6
-_UP_S = (0.3, 2.0)
+_UP_S = (0.2, 1.2)
 _RELOAD_RATE = 0.3
 _RELOAD_S = (0.0, 0.3)
 _LAST_S = 1.5
@@ -26,21 +26,15 @@ _LAST_S = 1.5
 
 
 def run(folder: Path, rng: random.Random, seconds: float) -> Figures:
-    """Half of the time with K/V in the daemon, half without."""
+    """Half of the time without K/V in the daemon, half with, for clients of several tenants."""
     figures = Figures("restarts", clients=CLIENTS)
     for storage in ("none", "cpu"):
-        place = folder / storage
-        place.mkdir(mode=0o700)
-        with daemon_process(place, storage, *any_options(rng)) as daemon:
-            figures.add(_with_storage(place, storage, daemon, rng, seconds / 2))
+        with served(folder, storage, rng, CLIENTS, has_tenants=storage == "cpu") as it:
+            figures.add(_restart(it.world, it.daemon, rng, seconds / 2))
     return figures
 
 
-def _with_storage(
-    place: Path, storage: str, daemon: DaemonProcess, rng: random.Random, seconds: float
-) -> Figures:
-    world = World(place, storage, num_rows=CLIENTS)
-    world.prepare()
+def _restart(world: World, daemon: DaemonProcess, rng: random.Random, seconds: float) -> Figures:
     begin_s = time.monotonic()
     until_s = begin_s + seconds
     clients = [
@@ -48,7 +42,7 @@ def _with_storage(
         for row in range(CLIENTS)
     ]
     figures = Figures("restarts", clients=CLIENTS)
-    generation = world.generation()
+    generation, slowest_s = world.generation(), 0.0
     while time.monotonic() < until_s - _LAST_S:
         time.sleep(rng.uniform(*_UP_S))
         if rng.random() < _RELOAD_RATE:
@@ -57,7 +51,9 @@ def _with_storage(
             figures.faults["SIGHUP"] += 1
             time.sleep(rng.uniform(*_RELOAD_S))
         number = rng.choice((signal.SIGTERM, signal.SIGKILL))
+        sent_s = time.monotonic()
         code = daemon.end(number)
+        slowest_s = max(slowest_s, time.monotonic() - sent_s)
         expected = 0 if number is signal.SIGTERM else -signal.SIGKILL
         if code != expected:
             figures.problems.append(f"after {number.name} the daemon's exit code was {code}")
@@ -66,5 +62,8 @@ def _with_storage(
         daemon.start()
     collect(figures, world, clients, max(0.0, until_s - time.monotonic()))
     figures.seconds = time.monotonic() - begin_s
+    figures.notes.append(
+        f"storage {world.storage}: ended {slowest_s:.2f} s after the signal at most"
+    )
     check_daemon(figures, daemon)
     return figures

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from tests.chaos import lives
 from tests.chaos.clients import ClientProcess, World, start_client
-from tests.chaos.daemon_process import DaemonProcess, Usage, any_options, daemon_process
+from tests.chaos.daemon_process import CHECKED_DAEMON, DaemonProcess, Usage
 from tests.chaos.flatness import judge
-from tests.chaos.load import check_daemon, collect
+from tests.chaos.load import check_daemon, collect, served
 from tests.chaos.report import Figures
 
 CLIENTS = 8
@@ -21,31 +21,39 @@ _LOOK_S = 0.1
 
 
 def run(folder: Path, rng: random.Random, seconds: float) -> Figures:
-    """Most of the time with K/V in the daemon, the rest without."""
+    """Most of the time with K/V in the daemon, for clients of several tenants, the rest without."""
     figures = Figures("soak", clients=CLIENTS)
     for storage, part in (("cpu", 0.7), ("none", 0.3)):
-        place = folder / storage
-        place.mkdir(mode=0o700)
-        with daemon_process(place, storage, *any_options(rng)) as daemon:
-            figures.add(with_storage(place, storage, daemon, rng, seconds * part))
+        figures.add(soak(folder, storage, rng, seconds * part, has_tenants=storage == "cpu"))
     return figures
 
 
-def with_storage(
-    place: Path, storage: str, daemon: DaemonProcess, rng: random.Random, seconds: float
+def soak(
+    folder: Path,
+    storage: str,
+    rng: random.Random,
+    seconds: float,
+    *,
+    has_tenants: bool = False,
+    program: str = CHECKED_DAEMON,
 ) -> Figures:
-    world = World(place, storage, num_rows=int(seconds * _MAX_CLIENTS_A_SECOND) + CLIENTS)
-    world.prepare()
+    num_rows = int(seconds * _MAX_CLIENTS_A_SECOND) + CLIENTS
+    with served(folder, storage, rng, num_rows, has_tenants=has_tenants, program=program) as it:
+        return _soak(it.world, it.daemon, rng, seconds)
+
+
+def _soak(world: World, daemon: DaemonProcess, rng: random.Random, seconds: float) -> Figures:
+    name = f"storage {world.storage}"
     figures = Figures("soak", clients=CLIENTS)
     before = daemon.usage()
     begin_s = time.monotonic()
     samples = _churn(figures, world, daemon, rng, begin_s + seconds)
     figures.seconds = time.monotonic() - begin_s
     check_daemon(figures, daemon)
-    judge(figures, f"storage {storage}", [before, *samples, daemon.usage()])
+    judge(figures, name, [before, *samples, daemon.usage()])
     stats = daemon.stats()
     figures.notes.append(
-        f"storage {storage}: {stats.requests} sequences, hit rate {stats.hit_rate:.0%},"
+        f"{name}: {stats.requests} sequences, hit rate {stats.hit_rate:.0%},"
         f" {stats.evictions} evictions, {stats.allocation_refused} refused for lack of room"
     )
     if not stats.evictions or not stats.hit_tokens:

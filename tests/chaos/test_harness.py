@@ -13,7 +13,7 @@ from prefixcache.core import growth
 from prefixcache.server import checks
 from tests.chaos import fuzz, soak
 from tests.chaos.broken_daemon import DEFECTS, VARIABLE
-from tests.chaos.daemon_process import Usage, daemon_process
+from tests.chaos.daemon_process import Usage
 from tests.chaos.flatness import MAX_GROWTH_BYTES, judge
 from tests.chaos.link import LONG_S, Link
 from tests.chaos.report import Figures, table
@@ -22,18 +22,14 @@ from tests.chaos.tally import Tally
 SEED = 5
 
 
-def soaked(folder: Path, program: str, seconds: float = 2.0) -> Figures:
-    with daemon_process(folder, "none", program=program) as daemon:
-        return soak.with_storage(folder, "none", daemon, random.Random(SEED), seconds)
-
-
 @pytest.mark.chaos
 @pytest.mark.parametrize("defect", DEFECTS)
 def test_a_soak_finds_a_defect_of_the_daemon(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, defect: str
 ) -> None:
     monkeypatch.setenv(VARIABLE, defect)
-    figures = soaked(tmp_path, "tests.chaos.broken_daemon")
+    program = "tests.chaos.broken_daemon"
+    figures = soak.soak(tmp_path, "none", random.Random(SEED), 2.0, program=program)
     assert not figures.is_clean
     if defect == "wrong_hits":
         assert figures.wrong > 0

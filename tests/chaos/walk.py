@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from prefixcache import Client, ExtraKeys, FullHit, Lora, errors
+from prefixcache import Client, ExtraKeys, FullHit, Lora, ResultCode, errors
 from prefixcache.errors import PrefixCacheError
 from tests.chaos.daemon_process import BLOCK_SIZE
 from tests.chaos.kv import Held, KvStore
@@ -29,7 +29,8 @@ _SALTS = (
 )
 """Extra keys by number: the same tokens with other keys have other K/V."""
 
-_NO_ROOM = (errors.NoRoomError,)
+_NO_ROOM = (errors.NoRoomError, errors.QuotaExceededError)
+_REFUSED_ROWS = (ResultCode.BUSY, ResultCode.NO_ROOM, ResultCode.QUOTA_EXCEEDED)
 _AGAIN = (errors.SequenceBusyError,)
 _DAEMON_GONE = (errors.SessionLostError, errors.UnavailableError)
 _CUT = (errors.DeadlineExceededError, errors.CancelledCallError)
@@ -39,6 +40,7 @@ class Walk:
     """faults: errors that are no problem in this part, beside those for lack of room.
 
     generation: which boot of the daemon is there now; a sequence of an earlier one must be gone.
+    namespace: within which this client finds blocks.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class Walk:
         has_storage: bool,
         faults: tuple[type[PrefixCacheError], ...] = (),
         generation: Callable[[], int] = lambda: 0,
+        namespace: int = 0,
     ) -> None:
         self.problems: list[str] = []
         self._client = client
@@ -59,6 +62,7 @@ class Walk:
         self._tally = tally
         self._faults = (*faults, *_DAEMON_GONE, *_CUT) if faults else ()
         self._generation = generation
+        self._namespace = namespace
         self._held: list[Held] = []
         self._used: list[Held] = []
         self._doubtful: list[Held] = []
@@ -219,11 +223,11 @@ class Walk:
         if appended is None:
             return
         for held, added, result in zip(running, tokens, appended.result(), strict=True):
-            if result.code == 1:
+            if result.code is ResultCode.OK:
                 self._kv.copy(held, result.copies)
                 held.tokens += added
             else:
-                assert result.code in (4, 5, 6), f"a row of Append has code {result.code}"
+                assert result.code in _REFUSED_ROWS, f"a row of Append has code {result.code}"
 
     def _hold(self, sequence: Any, tokens: list[int], salt: int, lookahead: int) -> None:
         num_tokens = len(tokens)
@@ -232,7 +236,7 @@ class Walk:
         held = Held(
             sequence,
             tokens,
-            salt,
+            (self._namespace, salt),
             sequence._lease._boot_id or self._client._info.boot_id,
             written_from=num_tokens if is_full_hit else 0,
             generation=self._generation(),
