@@ -10,31 +10,40 @@ import argparse
 import random
 import sys
 import tempfile
-from collections.abc import Callable
+import time
 from pathlib import Path
 
 from tests.chaos import cuts, fuzz, kills, restarts, soak
 from tests.chaos.report import Figures, details, table
 
 FULL_S = 600.0
-"""The sizes below are those of a run of this length; a shorter one does less of each part."""
-Run = Callable[[Path, random.Random, float], Figures]
-PARTS: dict[str, Run] = {
-    "kills": lambda folder, rng, scale: kills.run(
-        folder, rng, max(kills.FEWEST, round(1000 * scale))
-    ),
-    "restarts": lambda folder, rng, scale: restarts.run(folder, rng, max(16.0, 70 * scale)),
-    "cuts": lambda folder, rng, scale: cuts.run(folder, rng, max(8.0, 60 * scale)),
-    "fuzz": lambda folder, rng, scale: fuzz.run(folder, rng, max(3000, round(100_000 * scale))),
-    "soak": lambda folder, rng, scale: soak.run(folder, rng, max(12.0, 90 * scale)),
-}
+NUM_KILLS, NUM_BAD_CALLS = 1000, 100_000
+"""Of a run of that length; a shorter one has fewer, and a few at least."""
+_FEWEST_BAD_CALLS = 3000
+_SHARES = {"restarts": 0.33, "cuts": 0.25, "soak": 0.42}
+"""Of the time that the parts before leave."""
+_SHORTEST_S = {"restarts": 16.0, "cuts": 8.0, "soak": 12.0}
+_STARTS_S = 30.0
+"""For starting daemons and clients, and for looking at what is left."""
+PARTS = ("kills", "fuzz", *_SHARES)
 
 
-def run(part: str, seed: int, seconds: float) -> Figures:
-    """One part of a run of that length in all. Each part has random numbers of its own."""
-    with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
-        rng = random.Random(f"{seed} {part}")
-        return PARTS[part](Path(folder), rng, seconds / FULL_S)
+def run(part: str, seed: int, seconds: float, spent_s: float | None = None) -> Figures:
+    """One part of a run of so many seconds in all. Each part has random numbers of its own.
+
+    spent_s: on the parts of which the size is a number; None for what they take normally.
+    """
+    rng, scale = random.Random(f"{seed} {part}"), seconds / FULL_S
+    left_s = seconds / 2 if spent_s is None else seconds - spent_s - _STARTS_S
+    with tempfile.TemporaryDirectory(prefix="chaos-") as name:
+        folder = Path(name)
+        if part == "kills":
+            return kills.run(folder, rng, max(kills.FEWEST, round(NUM_KILLS * scale)))
+        if part == "fuzz":
+            num_calls = max(_FEWEST_BAD_CALLS, round(NUM_BAD_CALLS * scale))
+            return fuzz.run(folder, rng, num_calls)
+        timed = {"restarts": restarts.run, "cuts": cuts.run, "soak": soak.run}[part]
+        return timed(folder, rng, max(_SHORTEST_S[part], _SHARES[part] * left_s))
 
 
 def main() -> int:
@@ -45,8 +54,11 @@ def main() -> int:
     arguments = parser.parse_args()
     print(f"seed {arguments.seed}", flush=True)
     found = []
+    begin_s, spent_s = time.monotonic(), None
     for part in arguments.only or PARTS:
-        found.append(run(part, arguments.seed, arguments.seconds))
+        found.append(run(part, arguments.seed, arguments.seconds, spent_s))
+        if part == "fuzz" and not arguments.only:
+            spent_s = time.monotonic() - begin_s
         print(details(found[-1]), flush=True)
     print(f"\n{table(found)}")
     is_clean = all(figures.is_clean for figures in found)

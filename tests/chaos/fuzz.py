@@ -11,8 +11,8 @@ import random
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,12 +22,17 @@ from structlog.processors import format_exc_info
 from structlog.testing import capture_logs
 
 from prefixcache.rpc._pb import cache_pb2
+from prefixcache.server.access import AccessControl
+from prefixcache.server.auth_file import parse_auth_rules
+from prefixcache.server.callers import ADMIN, CLIENT, ROLES
 from prefixcache.server.daemon import CacheOptions, LimitOptions, ModelOptions
+from prefixcache.server.peer_tickets import PeerTickets
 from tests.chaos.checked_daemon import broken_invariant, manager_state
-from tests.chaos.handler_calls import METHODS, Handlers, Outcome, caught_handlers
+from tests.chaos.handler_calls import METHODS, Handlers, Metadata, Outcome, caught_handlers
 from tests.chaos.mutations import change_bytes, change_field, field_paths
 from tests.chaos.report import Figures
 from tests.chaos.valid_requests import LAYOUT, ValidRequests
+from tests.support.bearer import hash_of
 from tests.support.daemon import RunningDaemon, running_daemon
 from tests.support.stubs import TIMEOUT_S
 
@@ -41,7 +46,19 @@ _MAX_SESSIONS = 4
 _BAD_CODES = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
 _MAX_SHOWN = 20
 
-Call = Callable[[str, bytes], Outcome]
+_FORMS = ((ModelOptions(), False), (ModelOptions(LAYOUT), False), (ModelOptions(), True))
+"""Without and with K/V in the daemon, and with access control."""
+_TENANT, _STRANGER, _ADMIN = "tenant", "stranger", "operator"
+_RULES = {
+    "identities": [
+        {"token_sha256": hash_of(name), "tenant": name, "roles": list(roles)}
+        for name, roles in {_TENANT: ROLES, _STRANGER: [CLIENT], _ADMIN: [ADMIN]}.items()
+    ],
+    "tenants": {_TENANT: {"guaranteed_blocks": 8, "max_blocks": 20}},
+}
+_NEEDS_A_SEQUENCE = ("Append", "Commit", "Fork", "Truncate", "Prefill", "Decode")
+
+Call = Callable[[str, Sequence[bytes], Metadata], Outcome]
 
 
 @dataclass
@@ -57,19 +74,23 @@ class _Counts:
 
 
 def run(folder: Path, rng: random.Random, num_calls: int) -> Figures:
-    """num_calls: bad ones that are refused; half with K/V in the daemon, half without."""
+    """num_calls: bad ones that are refused; see `_FORMS`."""
     figures = Figures("fuzz")
     counts = _Counts(Counter(), set())
     begin_s = time.monotonic()
-    for model in (ModelOptions(), ModelOptions(LAYOUT)):
+    for model, has_tenants in _FORMS:
         cache = CacheOptions(NUM_BLOCKS, block_size=4, hash_seed="a seed of the fuzzer")
         limits = LimitOptions(max_message_bytes=MAX_MESSAGE_BYTES)
         with (
             capture_logs([format_exc_info]) as log,
             caught_handlers() as handlers,
-            running_daemon(cache, model, limits) as running,
+            closing(PeerTickets()) as tickets,
         ):
-            Fuzzer(running, handlers, rng, figures, counts).run(counts.refused + num_calls // 2)
+            access = AccessControl(parse_auth_rules(_RULES), tickets) if has_tenants else None
+            with running_daemon(cache, model, limits, access=access) as running:
+                tenant = _TENANT if has_tenants else ""
+                fuzzer = Fuzzer(running, handlers, rng, figures, counts, tenant)
+                fuzzer.run(counts.refused + num_calls // len(_FORMS))
         failures = [event["exception"] for event in log if event["log_level"] == "error"]
         figures.problems += failures[:_MAX_SHOWN]
     figures.seconds = time.monotonic() - begin_s
@@ -85,14 +106,16 @@ class Fuzzer:
         rng: random.Random,
         figures: Figures,
         counts: _Counts,
+        tenant: str,
     ) -> None:
+        self._tenant = tenant
         self._daemon = running.daemon
         self._running = running
         self._handlers = handlers
         self._rng = rng
         self._figures = figures
         self._counts = counts
-        self._valid = ValidRequests(running.daemon, rng)
+        self._valid = ValidRequests(running.daemon, rng, tenant)
         self._fields = [
             (name, path)
             for name, method in METHODS.items()
@@ -128,10 +151,21 @@ class Fuzzer:
             data = request.SerializeToString()
         else:
             data = change_bytes(request.SerializeToString(), request.DESCRIPTOR, self._rng)
-        self._send(call, name, data)
+        messages = [data]
+        if not METHODS[name].is_stream and self._rng.random() < 0.02:
+            messages = self._rng.choice(([], [data, data]))
+        self._send(call, name, messages, self._any_metadata())
 
-    def _send(self, call: Call, name: str, data: bytes) -> Outcome:
-        outcome = call(name, data)
+    def _any_metadata(self) -> Metadata:
+        """Mostly what is right."""
+        if not self._tenant or self._rng.random() < 0.7:
+            return _bearer(self._tenant)
+        return self._rng.choice(_WRONG_METADATA)
+
+    def _send(
+        self, call: Call, name: str, messages: Sequence[bytes], metadata: Metadata
+    ) -> Outcome:
+        outcome, data = call(name, messages, metadata), b"".join(messages)
         self._counts.calls += 1
         self._counts.codes[outcome.code.name] += 1
         changes_nothing = _was_refused(outcome) or name in _READ_ONLY
@@ -139,6 +173,10 @@ class Fuzzer:
         if outcome.code in _BAD_CODES or outcome.code is grpc.StatusCode.DEADLINE_EXCEEDED:
             self._report(name, data, f"ended as {outcome.code.name}: {outcome.details}")
             self._figures.lost += outcome.code is grpc.StatusCode.DEADLINE_EXCEEDED
+        is_foreign = metadata != _bearer(self._tenant)
+        if is_foreign and name in _NEEDS_A_SEQUENCE and not _was_refused(outcome):
+            self._figures.wrong += 1
+            self._report(name, data, f"of another caller ({metadata}) was answered")
         state = self._state_now()
         if changes_nothing and state != self._state:
             self._figures.wrong += 1
@@ -149,12 +187,15 @@ class Fuzzer:
 
     def _keep_going(self) -> None:
         """Right calls in between: a daemon without anything in it refuses all alike."""
-        num_live = len(self._daemon.sequences.live)
-        if num_live < _FEW:
+        live = self._valid.live()
+        if len(self._daemon.sequences.live) > len(live) + _FEW:
+            self._valid.end_strays()
+            self._state = self._state_now()
+        if len(live) < _FEW:
             self._right_call("Allocate")
-        while len(self._daemon.sequences.live) > _MANY:
+        while len(self._valid.live()) > _MANY:
             self._right_call("Free")
-        num_sessions = len(self._daemon.sequences.live.sessions)
+        num_sessions = len(self._valid.session_ids())
         if num_sessions < 2:
             self._right_call("OpenSession")
         elif num_sessions > _MAX_SESSIONS:
@@ -164,7 +205,9 @@ class Fuzzer:
 
     def _right_call(self, name: str) -> None:
         data = self._valid.make(name).SerializeToString()
-        outcome = self._handlers.call(name, data)
+        outcome = self._handlers.call(name, [data], _bearer(self._tenant))
+        if name == "OpenSession" and outcome.replies:
+            self._valid.session_opened(outcome.replies[0].session_id)
         self._counts.valid += 1
         self._counts.valid_accepted += outcome.code is grpc.StatusCode.OK
         if outcome.code in _BAD_CODES:
@@ -174,7 +217,8 @@ class Fuzzer:
     def _oversized(self, call: Call) -> None:
         """More bytes than the daemon takes, of each RPC: gRPC refuses, and the daemon goes on."""
         for name in METHODS:
-            outcome = self._send(call, name, b"\x0a" + b"\xff" * MAX_MESSAGE_BYTES)
+            large = b"\x0a" + b"\xff" * MAX_MESSAGE_BYTES
+            outcome = self._send(call, name, [large], _bearer(self._tenant))
             if outcome.code is grpc.StatusCode.OK:
                 self._report(name, b"", "took a message that is larger than the limit")
 
@@ -221,6 +265,22 @@ def _only_refusals(reply: Any) -> bool:
     return bool(codes) and cache_pb2.RESULT_CODE_OK not in codes
 
 
+def _bearer(token: str) -> Metadata:
+    return (("authorization", f"Bearer {token}"),) if token else ()
+
+
+_WRONG_METADATA: tuple[Metadata, ...] = (
+    (),
+    *(_bearer(token) for token in (_STRANGER, _ADMIN, "unknown", "x" * 4000, " ", _TENANT + "x")),
+    (("authorization", ""),),
+    (("authorization", f"Basic {_TENANT}"),),
+    (("authorization", _TENANT),),
+    (*_bearer(_TENANT), *_bearer(_STRANGER)),
+    (("authorization-bin", f"Bearer {_TENANT}".encode()),),
+    (("x-tenant", _TENANT),),
+)
+
+
 _UNLIMITED = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
 
 
@@ -233,9 +293,9 @@ def _wire_calls(channel: grpc.Channel) -> Call:
         for name, method in METHODS.items()
     }
 
-    def call(name: str, data: bytes) -> Outcome:
+    def call(name: str, messages: Sequence[bytes], metadata: Metadata) -> Outcome:
         try:
-            found = stubs[name](iter([data]), timeout=TIMEOUT_S)
+            found = stubs[name](iter(messages), timeout=TIMEOUT_S, metadata=metadata)
             replies = tuple(found) if METHODS[name].is_stream else (found,)
             return Outcome(grpc.StatusCode.OK, "", replies)
         except grpc.RpcError as error:

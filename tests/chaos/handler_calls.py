@@ -5,7 +5,7 @@ They are the very functions that gRPC calls, caught as the server registers them
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +16,7 @@ from google.protobuf.message import Message
 
 from prefixcache.rpc import wire
 
+Metadata = Sequence[tuple[str, str | bytes]]
 METHODS = {method.name: method for method in wire.methods()}
 
 
@@ -37,14 +38,14 @@ class Handlers:
     def caught(self, handlers: dict[str, Any]) -> None:
         self._handlers |= handlers
 
-    def call(self, name: str, data: bytes) -> Outcome:
+    def call(self, name: str, messages: Sequence[bytes], metadata: Metadata = ()) -> Outcome:
         handler, method = self._handlers[name], METHODS[name]
-        context = _Context()
+        context = _Context(metadata)
         try:
             if method.is_stream:
-                found = handler.stream_stream(iter([data]), context)
+                found = handler.stream_stream(iter(messages), context)
             else:
-                found = (handler.stream_unary(iter([data]), context),)
+                found = (handler.stream_unary(iter(messages), context),)
             serialize = handler.response_serializer or bytes
             replies = [_read(method, serialize(reply)) for reply in found]
         except _Aborted as end:
@@ -93,7 +94,8 @@ class _Aborted(Exception):
 class _Context(grpc.ServicerContext):
     """Of a call without a deadline, over a Unix socket."""
 
-    def __init__(self) -> None:
+    def __init__(self, metadata: Metadata) -> None:
+        self._metadata = metadata
         self._callbacks: list[Callable[[], Any]] = []
 
     def end(self) -> None:
@@ -102,7 +104,7 @@ class _Context(grpc.ServicerContext):
             callback()
 
     def invocation_metadata(self) -> Any:
-        return ()
+        return self._metadata
 
     def peer(self) -> str:
         return "unix:"

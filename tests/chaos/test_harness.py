@@ -94,7 +94,7 @@ class SilentChannel:
     """Of a daemon that answers nothing."""
 
     def unary_unary(self, path: str, **serializers: Any) -> Any:
-        def call(request: Any, timeout: float) -> Any:
+        def call(request: Any, **options: Any) -> Any:
             raise Silent
 
         return call

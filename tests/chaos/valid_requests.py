@@ -10,6 +10,7 @@ import numpy as np
 from google.protobuf.message import Message
 
 from prefixcache.core.sequence import Sequence
+from prefixcache.core.sessions import owner_key
 from prefixcache.rpc._pb import attention_pb2, cache_pb2, session_pb2
 from prefixcache.server.daemon import Daemon
 from prefixcache.storage.layout import KVLayout
@@ -22,11 +23,16 @@ _MAX_PROMPT = 14
 
 
 class ValidRequests:
-    """One for each RPC by its name; RPCs that it does not know get an empty message."""
+    """One for each RPC by its name; RPCs that it does not know get an empty message.
 
-    def __init__(self, daemon: Daemon, rng: random.Random) -> None:
+    tenant: whose they are; empty for a daemon without access control.
+    """
+
+    def __init__(self, daemon: Daemon, rng: random.Random, tenant: str = "") -> None:
         self._daemon = daemon
         self._rng = rng
+        self._tenant = tenant
+        self._session_ids: list[bytes] = []
         self._last_number = 0
         self._makers: dict[str, Callable[[], Message]] = {
             "GetServerInfo": self._server_info,
@@ -49,13 +55,45 @@ class ValidRequests:
         maker = self._makers.get(name)
         return maker() if maker is not None else METHODS[name].request()
 
-    def live(self) -> list[Sequence]:
-        with self._daemon.sequences.lock:
-            return list(self._daemon.sequences.live.by_id.values())
+    def session_opened(self, session_id: bytes) -> None:
+        """Requests may name it from now on, until it has ended."""
+        self._session_ids.append(session_id)
 
     def session_ids(self) -> list[bytes]:
         with self._daemon.sequences.lock:
-            return [session.session_id for session in self._daemon.sequences.live.sessions]
+            sessions = self._daemon.sequences.live.sessions
+            self._session_ids = [
+                session_id
+                for session_id in self._session_ids
+                if owner_key(self._tenant, session_id) in sessions
+            ]
+        return self._session_ids
+
+    def live(self) -> list[Sequence]:
+        """Those that requests name: of `OWNERS` and of these sessions."""
+        names = self._names()
+        with self._daemon.sequences.lock:
+            live = self._daemon.sequences.live.by_id.values()
+            return [sequence for sequence in live if sequence.owner in names]
+
+    def end_strays(self) -> None:
+        """End the sequences and sessions of which no request knows the owner."""
+        names, sequences = self._names(), self._daemon.sequences
+        with sequences.lock:
+            for sequence in list(sequences.live.by_id.values()):
+                if sequence.owner not in names:
+                    sequences.live.end(sequence)
+            for session in list(sequences.live.sessions):
+                if session.session_id not in names:
+                    sequences.live.end_session(session)
+
+    def _names(self) -> dict[bytes, bytes]:
+        """What requests call an owner, by what the core knows it by."""
+        owners = (*OWNERS, *self.session_ids())
+        return {owner_key(self._tenant, owner): owner for owner in owners}
+
+    def _owner_of(self, sequences: list[Sequence]) -> bytes:
+        return self._names()[sequences[0].owner] if sequences else OWNERS[0]
 
     def allocate(self) -> cache_pb2.AllocateRequest:
         rng = self._rng
@@ -76,7 +114,7 @@ class ValidRequests:
         sequences = self._of_one_owner()
         return self._ordered(
             cache_pb2.FreeRequest(
-                owner=_owner_of(sequences),
+                owner=self._owner_of(sequences),
                 sequence_ids=[sequence.sequence_id for sequence in sequences] or [1],
             )
         )
@@ -122,7 +160,7 @@ class ValidRequests:
         sequences = self._of_one_owner()
         counts = [self._rng.randrange(4) for _ in sequences]
         request = cache_pb2.AppendRequest(
-            owner=_owner_of(sequences),
+            owner=self._owner_of(sequences),
             sequence_ids=[sequence.sequence_id for sequence in sequences],
             start_positions=[sequence.num_tokens for sequence in sequences],
             num_tokens=counts,
@@ -140,7 +178,7 @@ class ValidRequests:
         sequences = self._of_one_owner()
         return self._ordered(
             cache_pb2.CommitRequest(
-                owner=_owner_of(sequences),
+                owner=self._owner_of(sequences),
                 sequence_ids=[sequence.sequence_id for sequence in sequences],
                 start_positions=[sequence.num_computed for sequence in sequences],
                 num_computed_tokens=[
@@ -156,7 +194,7 @@ class ValidRequests:
         parent = self._rng.choice(done or live) if live else None
         return self._ordered(
             cache_pb2.ForkRequest(
-                owner=parent.owner if parent else OWNERS[0],
+                owner=self._owner_of([parent] if parent else []),
                 sequence_id=parent.sequence_id if parent else 1,
                 num_tokens=parent.num_tokens if parent else 1,
                 request_ids=[""] * self._rng.randint(1, 2),
@@ -169,7 +207,7 @@ class ValidRequests:
         before = sequence.num_tokens if sequence else 2
         return self._ordered(
             cache_pb2.TruncateRequest(
-                owner=sequence.owner if sequence else OWNERS[0],
+                owner=self._owner_of([sequence] if sequence else []),
                 sequence_id=sequence.sequence_id if sequence else 1,
                 num_tokens_before=before,
                 num_tokens_after=self._rng.randint(1, before),
@@ -198,7 +236,7 @@ class ValidRequests:
         counts = [max(1, limit - start) for limit, start in zip(limits, starts, strict=True)]
         request: Any = METHODS[name].request(
             batch=attention_pb2.AttentionBatch(
-                owner=_owner_of(sequences),
+                owner=self._owner_of(sequences),
                 layer=layer,
                 sequence_ids=[sequence.sequence_id for sequence in sequences],
                 start_positions=starts,
@@ -231,7 +269,3 @@ class ValidRequests:
             request.order.number = self._last_number
             request.order.settled = self._last_number - 1
         return request
-
-
-def _owner_of(sequences: list[Sequence]) -> bytes:
-    return sequences[0].owner if sequences else OWNERS[0]
