@@ -57,7 +57,8 @@ class Held:
 
     @property
     def num_to_compute(self) -> int:
-        return len(self.tokens) - self.sequence.num_computed_tokens
+        """Rejected drafts may have been computed beyond the tokens."""
+        return max(0, len(self.tokens) - self.sequence.num_computed_tokens)
 
 
 class KvStore(Protocol):

@@ -16,10 +16,11 @@ from tests.chaos.clients import World, start_client
 from tests.chaos.daemon_process import DaemonProcess
 from tests.chaos.load import check_daemon, collect, served
 from tests.chaos.report import Figures
+from tests.chaos.tenants import FILE
 
 CLIENTS = 6
 _UP_S = (0.2, 1.2)
-_RELOAD_RATE = 0.3
+_RELOAD_RATE = 0.4
 _RELOAD_S = (0.0, 0.3)
 _LAST_S = 1.5
 """The clients go on for so long on the last boot, which is left alone."""
@@ -46,10 +47,7 @@ def _restart(world: World, daemon: DaemonProcess, rng: random.Random, seconds: f
     while time.monotonic() < until_s - _LAST_S:
         time.sleep(rng.uniform(*_UP_S))
         if rng.random() < _RELOAD_RATE:
-            # It reads its settings again, and goes on.
-            daemon.signal(signal.SIGHUP)
-            figures.faults["SIGHUP"] += 1
-            time.sleep(rng.uniform(*_RELOAD_S))
+            _reload(figures, world, daemon, rng)
         number = rng.choice((signal.SIGTERM, signal.SIGKILL))
         sent_s = time.monotonic()
         code = daemon.end(number)
@@ -67,3 +65,18 @@ def _restart(world: World, daemon: DaemonProcess, rng: random.Random, seconds: f
     )
     check_daemon(figures, daemon)
     return figures
+
+
+def _reload(figures: Figures, world: World, daemon: DaemonProcess, rng: random.Random) -> None:
+    """It reads its settings again and goes on, also where there is a mistake in them."""
+    rules = world.folder / FILE
+    text = rules.read_text("utf-8") if world.has_tenants else None
+    if text is not None:
+        rules.write_text("no rules at all", "utf-8")
+        daemon.signal(signal.SIGHUP)
+        figures.faults["SIGHUP with bad settings"] += 1
+        time.sleep(rng.uniform(*_RELOAD_S))
+        rules.write_text(text, "utf-8")
+    daemon.signal(signal.SIGHUP)
+    figures.faults["SIGHUP"] += 1
+    time.sleep(rng.uniform(*_RELOAD_S))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import os
 import random
+import signal
 import time
 from pathlib import Path
 
@@ -18,6 +21,7 @@ _LIFE_S = (1.0, 5.0)
 _KILLED_PART = 0.25
 _MAX_CLIENTS_A_SECOND = 16
 _LOOK_S = 0.1
+_STOP_RATE, _STOP_S = 0.05, (0.1, 1.5)
 
 
 def run(folder: Path, rng: random.Random, seconds: float) -> Figures:
@@ -47,7 +51,7 @@ def _soak(world: World, daemon: DaemonProcess, rng: random.Random, seconds: floa
     figures = Figures("soak", clients=CLIENTS)
     before = daemon.usage()
     begin_s = time.monotonic()
-    samples = _churn(figures, world, daemon, rng, begin_s + seconds)
+    samples = _Churn(figures, world, daemon, rng).run(begin_s + seconds)
     figures.seconds = time.monotonic() - begin_s
     check_daemon(figures, daemon)
     judge(figures, name, [before, *samples, daemon.usage()])
@@ -61,40 +65,62 @@ def _soak(world: World, daemon: DaemonProcess, rng: random.Random, seconds: floa
     return figures
 
 
-def _churn(
-    figures: Figures, world: World, daemon: DaemonProcess, rng: random.Random, until_s: float
-) -> list[Usage]:
-    rows = iter(range(world.num_rows))
-    running: list[ClientProcess] = []
-    ended: list[ClientProcess] = []
-    doomed: dict[int, float] = {}
-    samples: list[Usage] = []
-    while time.monotonic() < until_s:
-        while len(running) < CLIENTS:
-            row, life_s = next(rows), rng.uniform(*_LIFE_S)
-            life_s = min(life_s, max(0.2, until_s - time.monotonic()))
-            seed = rng.randrange(2**32)
-            if rng.random() < _KILLED_PART:
-                running.append(start_client(lives.load_without_end, world, row, seed))
-                doomed[row] = time.monotonic() + life_s
-            else:
-                running.append(start_client(lives.load, world, row, seed, life_s))
-        time.sleep(_LOOK_S)
-        _kill_doomed(figures, running, doomed)
-        ended += [client for client in running if client.wait(0.0)]
-        running = [client for client in running if client.process.exitcode is None]
-        samples.append(daemon.usage())
-    for row in doomed:
-        doomed[row] = 0.0
-    _kill_doomed(figures, running, doomed)
-    collect(figures, world, [*ended, *running], _LIFE_S[1])
-    return samples
+class _Churn:
+    """Clients that live for a while, end in one of three ways, and are replaced."""
 
+    def __init__(
+        self, figures: Figures, world: World, daemon: DaemonProcess, rng: random.Random
+    ) -> None:
+        self._figures = figures
+        self._world = world
+        self._daemon = daemon
+        self._rng = rng
+        self._rows = iter(range(world.num_rows))
+        self._running: list[ClientProcess] = []
+        self._ended: list[ClientProcess] = []
+        self._doomed: dict[int, float] = {}
+        """When rows are to be killed."""
 
-def _kill_doomed(figures: Figures, running: list[ClientProcess], doomed: dict[int, float]) -> None:
-    now_s = time.monotonic()
-    for client in running:
-        if doomed.get(client.row, now_s + 1.0) <= now_s:
-            del doomed[client.row]
-            client.process.kill()
-            figures.faults["kills"] += 1
+    def run(self, until_s: float) -> list[Usage]:
+        samples: list[Usage] = []
+        while time.monotonic() < until_s:
+            while len(self._running) < CLIENTS:
+                self._start(until_s)
+            time.sleep(_LOOK_S)
+            if self._rng.random() < _STOP_RATE:
+                self._stop_for_a_while(until_s)
+            self._kill_doomed(time.monotonic())
+            self._ended += [client for client in self._running if client.wait(0.0)]
+            self._running = [client for client in self._running if not client.wait(0.0)]
+            samples.append(self._daemon.usage())
+        self._kill_doomed(math.inf)
+        collect(self._figures, self._world, [*self._ended, *self._running], _LIFE_S[1])
+        return samples
+
+    def _start(self, until_s: float) -> None:
+        now_s, row, seed = time.monotonic(), next(self._rows), self._rng.randrange(2**32)
+        life_s = min(self._rng.uniform(*_LIFE_S), max(0.2, until_s - now_s))
+        if self._rng.random() < _KILLED_PART:
+            client = start_client(lives.load_without_end, self._world, row, seed)
+            self._doomed[row] = now_s + life_s
+        else:
+            client = start_client(lives.load, self._world, row, seed, life_s)
+        self._running.append(client)
+
+    def _kill_doomed(self, now_s: float) -> None:
+        for client in self._running:
+            if client.row in self._doomed and self._doomed[client.row] <= now_s:
+                del self._doomed[client.row]
+                client.process.kill()
+                self._figures.faults["kills"] += 1
+
+    def _stop_for_a_while(self, until_s: float) -> None:
+        """The daemon or a client does nothing for a moment, which costs nobody a session."""
+        pids = [client.process.pid for client in self._running]
+        pid = self._rng.choice([self._daemon.pid, *pids])
+        seconds = min(self._rng.uniform(*_STOP_S), max(0.0, until_s - time.monotonic()))
+        os.kill(pid, signal.SIGSTOP)
+        time.sleep(seconds)
+        os.kill(pid, signal.SIGCONT)
+        who = "the daemon" if pid == self._daemon.pid else "a client"
+        self._figures.faults[f"stops of {who}"] += 1

@@ -13,13 +13,14 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from prefixcache import Client, ExtraKeys, FullHit, Lora, ResultCode, errors
+from prefixcache import CacheUse, Client, ExtraKeys, FullHit, Lora, ResultCode, errors
 from prefixcache.errors import PrefixCacheError
 from tests.chaos.daemon_process import BLOCK_SIZE
 from tests.chaos.kv import Held, KvStore
 from tests.chaos.tally import ClientTally
 
 MAX_HELD = 6
+_CACHE_USES = (*(CacheUse.READ_WRITE,) * 4, *CacheUse)
 _WAITS_S = (0.0, 0.0, 0.02, 0.2)
 """For blocks that another client, or this one, is computing."""
 _SALTS = (
@@ -138,6 +139,8 @@ class Walk:
             extra_keys=_SALTS[salt],
             full_hit=full_hit,
             num_lookahead_tokens=lookahead,
+            cache_use=self._rng.choice(_CACHE_USES),
+            resumed=self._rng.random() < 0.1,
             wait_pending_s=self._rng.choice(_WAITS_S),
         )
         self._hold(sequence, tokens, salt, lookahead)
