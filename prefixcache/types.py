@@ -55,6 +55,14 @@ class FullHit(enum.IntEnum):
     """The last block is computed again, in a private block."""
 
 
+class SequenceOrder(enum.IntEnum):
+    """Which live sequences an operator sees first. The values are the ones of the wire."""
+
+    OLDEST = 0
+    MOST_BLOCKS = 1
+    NEWEST = 2
+
+
 class ResultCode(enum.IntEnum):
     """Outcome of one row of a batch call."""
 

@@ -64,6 +64,7 @@ from prefixcache.types import (
     FullHit,
     LookupResult,
     ResultCode,
+    SequenceOrder,
 )
 
 _process = AsyncProcess()
@@ -201,6 +202,13 @@ class AsyncClient:
             page = await self._call(messages.list_sequences(page.next_page_token), timeout_s)
             found += page.sequences
         return found
+
+    async def first_sequences(
+        self, order: SequenceOrder, count: int, *, timeout_s: float | None = None
+    ) -> list[SequenceInfo]:
+        """Live sequences of all clients, the first `count` in that order, 1 to 1000."""
+        page = await self._call(messages.first_sequences(order, count), timeout_s)
+        return list(page.sequences)
 
     async def list_sessions(self, *, timeout_s: float | None = None) -> list[SessionInfo]:
         """All sessions of all clients, oldest first, in calls of 1000 each."""

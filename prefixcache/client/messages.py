@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from prefixcache.client.columns import uint32, uint32_column
 from prefixcache.client.results import SequenceInfo, SequencePage, ServerInfo
-from prefixcache.core.stats import PoolStats, TenantStats
+from prefixcache.core.stats import CallStats, PoolStats, TenantStats
 from prefixcache.errors import InvalidArgumentError
 from prefixcache.rpc.codec import extra_keys_to_wire, layout_from_wire
 from prefixcache.rpc.wire import column32, twin
@@ -25,6 +25,7 @@ from prefixcache.types import (
     FullHit,
     LookupResult,
     SequenceId,
+    SequenceOrder,
 )
 
 ResultT = TypeVar("ResultT")
@@ -141,13 +142,20 @@ def stats() -> Call[PoolStats]:
 
 def _read_stats(reply: Any) -> PoolStats:
     counts = {field.name: getattr(reply, field.name) for field in fields(PoolStats)}
-    return PoolStats(**{**counts, "tenants": tuple(map(_read_tenant, reply.tenants))})
+    tenants = tuple(map(_read_tenant, reply.tenants))
+    return PoolStats(
+        **{**counts, "tenants": tenants, "calls": tuple(map(_read_calls, reply.calls))}
+    )
 
 
 def _read_tenant(message: Any) -> TenantStats:
     counts = {field.name: getattr(message, field.name) for field in fields(TenantStats)}
     limit = message.max_blocks if message.HasField("max_blocks") else None
     return TenantStats(**{**counts, "max_blocks": limit})
+
+
+def _read_calls(message: Any) -> CallStats:
+    return CallStats(**{field.name: getattr(message, field.name) for field in fields(CallStats)})
 
 
 def reset_cache(force: bool) -> Call[int]:
@@ -158,6 +166,12 @@ def reset_cache(force: bool) -> Call[int]:
 def list_sequences(page_token: str) -> Call[SequencePage]:
     """The page after the one that gave `page_token`; the first for an empty one."""
     request = twin("ListSequencesRequest")(page_size=1000, page_token=page_token)
+    return Call("ListSequences", request, _read_page)
+
+
+def first_sequences(order: SequenceOrder, count: int) -> Call[SequencePage]:
+    """count: of the page, 1 to 1000."""
+    request = twin("ListSequencesRequest")(page_size=uint32(count, "count"), order=order)
     return Call("ListSequences", request, _read_page)
 
 

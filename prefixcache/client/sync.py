@@ -63,6 +63,7 @@ from prefixcache.types import (
     FullHit,
     LookupResult,
     ResultCode,
+    SequenceOrder,
 )
 
 
@@ -192,6 +193,13 @@ class Client:
             page = self._call(messages.list_sequences(page.next_page_token), timeout_s)
             found += page.sequences
         return found
+
+    def first_sequences(
+        self, order: SequenceOrder, count: int, *, timeout_s: float | None = None
+    ) -> list[SequenceInfo]:
+        """Live sequences of all clients, the first `count` in that order, 1 to 1000."""
+        page = self._call(messages.first_sequences(order, count), timeout_s)
+        return list(page.sequences)
 
     def list_sessions(self, *, timeout_s: float | None = None) -> list[SessionInfo]:
         """All sessions of all clients, oldest first, in calls of 1000 each."""

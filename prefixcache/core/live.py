@@ -8,10 +8,11 @@ a sequence that has ended. Guarded by the core's lock; the clock is injected.
 
 from __future__ import annotations
 
+import heapq
 import secrets
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, islice
 from typing import NamedTuple
 
 from prefixcache.core import growth
@@ -25,7 +26,7 @@ from prefixcache.errors import (
     TooManyOwnersError,
     TooManySequencesError,
 )
-from prefixcache.types import SequenceId
+from prefixcache.types import SequenceId, SequenceOrder
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,21 +252,24 @@ class LiveSequences:
             if len(page) == count:
                 break
             if sequence.serial > serial:
-                page.append(
-                    SequenceInfo(
-                        serial=sequence.serial,
-                        sequence_id=sequence.sequence_id,
-                        owner=sequence.owner,
-                        account=sequence.account,
-                        client_name=self.client_name(sequence.owner),
-                        num_tokens=sequence.num_tokens,
-                        num_computed_tokens=sequence.num_computed,
-                        num_cached_tokens=sequence.num_cached_tokens,
-                        num_blocks=len(sequence.block_table),
-                        age_s=now - sequence.created_at_s,
-                    )
-                )
+                page.append(self._info(sequence, now))
         return page
+
+    def list_first(self, order: SequenceOrder, count: int) -> list[SequenceInfo]:
+        """Up to `count` live sequences, the first ones in that order; of equals, the older.
+
+        Looks at all of them for MOST_BLOCKS, and keeps no more than `count`.
+        """
+        now = self._clock()
+        alive = self.by_id.values()
+        match order:
+            case SequenceOrder.OLDEST:
+                found = list(islice(alive, count))
+            case SequenceOrder.NEWEST:
+                found = list(islice(reversed(alive), count))
+            case SequenceOrder.MOST_BLOCKS:
+                found = heapq.nlargest(count, alive, key=_num_blocks)
+        return [self._info(sequence, now) for sequence in found]
 
     def list_sessions_after(self, serial: int, count: int) -> list[SessionInfo]:
         """Up to `count` sessions, oldest first, opened after the one of that serial."""
@@ -317,9 +321,27 @@ class LiveSequences:
                 written -= size - max(fills)
         return written
 
+    def _info(self, sequence: Sequence, now_s: float) -> SequenceInfo:
+        return SequenceInfo(
+            serial=sequence.serial,
+            sequence_id=sequence.sequence_id,
+            owner=sequence.owner,
+            account=sequence.account,
+            client_name=self.client_name(sequence.owner),
+            num_tokens=sequence.num_tokens,
+            num_computed_tokens=sequence.num_computed,
+            num_cached_tokens=sequence.num_cached_tokens,
+            num_blocks=len(sequence.block_table),
+            age_s=now_s - sequence.created_at_s,
+        )
+
     def _owners_like(self, owner: bytes) -> dict[bytes, _Owner]:
         return self._session_owners if is_session_id(owner) else self._owners
 
     def client_name(self, owner: bytes) -> str:
         """Of a live owner; empty for one without a session."""
         return self.sessions.find(owner).client_name if is_session_id(owner) else ""
+
+
+def _num_blocks(sequence: Sequence) -> int:
+    return len(sequence.block_table)

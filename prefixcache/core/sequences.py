@@ -551,6 +551,7 @@ class Sequences:
             **self.counts(),
             slots_written=self.live.num_slots_written(),
             tenants=self.tenants.stats(),
+            calls=(),
         )
 
     # ---- inside

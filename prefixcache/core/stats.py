@@ -5,7 +5,7 @@ Owns plain integers only; Prometheus and the RPCs read them. Guarded by the core
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(slots=True)
@@ -53,12 +53,28 @@ class TenantStats:
 
 
 @dataclass(frozen=True, slots=True)
+class CallStats:
+    """What became of the calls of one RPC since start; on a stream, each message is a call.
+
+    ended, failed: calls, and those of them with a status other than OK. duration_s: the time that
+    they were worked on, together, without network and queues.
+    """
+
+    method: str
+    ended: int
+    failed: int
+    duration_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class PoolStats:
     """One consistent snapshot: counters since start and gauges of now.
 
     referenced + evictable + blank = num_blocks, each >= 0. `slots_written` counts the token slots
     of referenced blocks whose K/V are complete, `num_blocks * block_size` at most. `tenants`: those
-    of the auth file, and those that were; none without access control.
+    of the auth file, and those that were; none without access control. `calls`: RPCs that were
+    called; the daemon, not the core, fills them in and `uptime_s`. Two snapshots are equal if the
+    pool is: when they were taken, and by which call, is no part of it.
     """
 
     num_blocks: int
@@ -88,6 +104,8 @@ class PoolStats:
     prefill_tokens_computed: int
     prefill_tokens_cached: int
     tenants: tuple[TenantStats, ...] = ()
+    uptime_s: float = field(default=0.0, compare=False)
+    calls: tuple[CallStats, ...] = field(default=(), compare=False)
 
     @property
     def pool_usage(self) -> float:

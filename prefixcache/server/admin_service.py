@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Mapping
 
 from prefixcache.core.sessions import owner_digest
 from prefixcache.errors import InvalidArgumentError
 from prefixcache.rpc._pb import admin_pb2
+from prefixcache.server.call_counts import CallCounts
 from prefixcache.server.callers import Caller
 from prefixcache.server.daemon import Daemon
+from prefixcache.server.read_stats import read_stats
+from prefixcache.types import SequenceOrder
 
 DEFAULT_PAGE_SIZE = 100
 MAX_PAGE_SIZE = 1000
@@ -17,18 +21,18 @@ _PAGE_TOKEN = re.compile("[0-9]{1,20}")
 
 
 class AdminService:
-    def __init__(self, daemon: Daemon) -> None:
+    """call_counts: by the RPC's name."""
+
+    def __init__(self, daemon: Daemon, call_counts: Mapping[str, CallCounts]) -> None:
         self._daemon = daemon
+        self._call_counts = call_counts
         self._sequences = daemon.sequences
 
     def get_stats(
         self, request: admin_pb2.GetStatsRequest, caller: Caller
     ) -> admin_pb2.GetStatsResponse:
-        with self._sequences.lock:
-            stats = self._sequences.stats()
-        return admin_pb2.GetStatsResponse(
-            **dataclasses.asdict(stats), uptime_s=self._daemon.uptime_s()
-        )
+        stats = read_stats(self._daemon, self._call_counts)
+        return admin_pb2.GetStatsResponse(**dataclasses.asdict(stats))
 
     def reset_cache(
         self, request: admin_pb2.ResetCacheRequest, caller: Caller
@@ -41,8 +45,12 @@ class AdminService:
         self, request: admin_pb2.ListSequencesRequest, caller: Caller
     ) -> admin_pb2.ListSequencesResponse:
         after, page_size = _page(request)
+        order = _order(request)
         with self._sequences.lock:
-            page = self._sequences.live.list_after(after, page_size + 1)
+            if order is SequenceOrder.OLDEST:
+                page = self._sequences.live.list_after(after, page_size + 1)
+            else:
+                page = self._sequences.live.list_first(order, page_size)
             tenants = {
                 account: self._sequences.tenants.name_of(account)
                 for account in {info.account for info in page}
@@ -101,3 +109,13 @@ def _page(
     if request.page_token and not _PAGE_TOKEN.fullmatch(request.page_token):
         raise InvalidArgumentError("page_token", "is not from a reply of this call")
     return int(request.page_token or 0), page_size
+
+
+def _order(request: admin_pb2.ListSequencesRequest) -> SequenceOrder:
+    try:
+        order = SequenceOrder(request.order)
+    except ValueError:
+        raise InvalidArgumentError("order", f"{request.order} is none") from None
+    if request.page_token and order is not SequenceOrder.OLDEST:
+        raise InvalidArgumentError("page_token", "is for the oldest first; other orders have none")
+    return order

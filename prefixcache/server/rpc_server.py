@@ -107,7 +107,7 @@ class RpcServer:
                 "PrefixCacheService": Service(CacheService(daemon, self._waits), self._workers),
                 "SessionService": Service(SessionService(daemon, self._keep_alives), self._workers),
                 "AttentionService": Service(AttentionService(daemon), self._attention_workers),
-                "AdminService": Service(AdminService(daemon), self._workers),
+                "AdminService": Service(AdminService(daemon, self.call_counts), self._workers),
             },
             {
                 "Step": self._step_streams,

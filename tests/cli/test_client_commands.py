@@ -66,6 +66,7 @@ STATS = PoolStats(
     **{field.name: 0 for field in dataclasses.fields(PoolStats)}
     | {
         "tenants": (),
+        "calls": (),
         "num_blocks": 1000,
         "block_size": 16,
         "referenced": 450,

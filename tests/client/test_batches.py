@@ -18,6 +18,7 @@ from prefixcache.types import (
     MultimodalItem,
     PromptEmbeds,
     ResultCode,
+    SequenceOrder,
 )
 from tests.client.fake_daemon import allocated
 
@@ -160,6 +161,15 @@ def test_all_pages_of_sequences_are_read(client, fake):
     assert len(listed) == 3
     assert (listed[0].sequence_id, listed[0].owner_digest) == (2**64 - 1, "ab")
     assert [request.page_token for request in fake.requests["ListSequences"]] == ["", "2"]
+
+
+def test_the_first_sequences_of_an_order_are_one_page(client, fake):
+    info = admin_pb2.SequenceInfo(sequence_id=7, num_blocks=3)
+    fake.will("ListSequences", admin_pb2.ListSequencesResponse(sequences=[info]))
+    (found,) = client.first_sequences(SequenceOrder.MOST_BLOCKS, 5)
+    assert (found.sequence_id, found.num_blocks) == (7, 3)
+    (request,) = fake.requests["ListSequences"]
+    assert (request.order, request.page_size) == (admin_pb2.SEQUENCE_ORDER_MOST_BLOCKS, 5)
 
 
 def test_a_page_that_fails_fails_the_list(client, fake):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from prefixcache.errors import NoRoomError
-from prefixcache.types import CacheUse
+from prefixcache.types import CacheUse, SequenceOrder
 from tests.core.manager import TWO, A, Manager, T, U, forked
 
 
@@ -122,3 +122,20 @@ def test_sequences_are_listed_in_pages_oldest_first() -> None:
         held[number].sequence_id for number in (0, 2, 3, 4)
     ]
     assert [info.num_tokens for info in rest] == [4, 5]
+
+
+def test_sequences_are_listed_by_blocks_and_the_newest_first() -> None:
+    manager = Manager(16)
+    live = manager.sequences.live
+    held = [manager.allocate(T(length)) for length in (1, 9, 5, 8, 2)]
+
+    def first(order: SequenceOrder, count: int) -> list[int]:
+        ids = [sequence.sequence_id for sequence in held]
+        return [ids.index(info.sequence_id) for info in live.list_first(order, count)]
+
+    assert first(SequenceOrder.MOST_BLOCKS, 4) == [1, 2, 3, 0]
+    assert first(SequenceOrder.NEWEST, 2) == [4, 3]
+    assert first(SequenceOrder.OLDEST, 2) == [0, 1]
+    for order in SequenceOrder:
+        assert sorted(first(order, 100)) == [0, 1, 2, 3, 4]
+        assert first(order, 0) == []

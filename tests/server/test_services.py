@@ -455,6 +455,23 @@ def test_a_page_goes_on_where_the_last_one_ended_whatever_was_freed(stubs: Stubs
     assert not rest.next_page_token
 
 
+def test_the_largest_and_the_newest_come_first_if_asked_for(stubs: Stubs) -> None:
+    peer = Peer(stubs)
+    lengths = enumerate((1, 9, 5))
+    ids = [peer.allocate(range(10 * i, 10 * i + n)).sequence_id for i, n in lengths]
+    for order, expected in (
+        (admin_pb2.SEQUENCE_ORDER_MOST_BLOCKS, [1, 2, 0]),
+        (admin_pb2.SEQUENCE_ORDER_NEWEST, [2, 1, 0]),
+    ):
+        for page_size in (1, 2, 3, 100):
+            request = admin_pb2.ListSequencesRequest(page_size=page_size, order=order)
+            reply = stubs.call("ListSequences", request)
+            found = [ids.index(info.sequence_id) for info in reply.sequences]
+            assert (found, reply.next_page_token) == (expected[:page_size], "")
+        request = admin_pb2.ListSequencesRequest(page_token="1", order=order)
+        assert stubs.refused("ListSequences", request).field == "page_token"
+
+
 def test_a_page_has_a_hundred_sequences_unless_asked_otherwise() -> None:
     with running_daemon(CacheOptions(101, 4)) as running, connected(running.target) as stubs:
         peer = Peer(stubs)

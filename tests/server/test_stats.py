@@ -197,3 +197,18 @@ def test_prompt_tokens_count_as_computed_when_the_last_layer_has_them() -> None:
         run.compute(name="Decode")
         stats = checked(stubs)
         assert (stats.prefill_tokens_computed, stats.slots_written) == (7, 9)
+
+
+def test_calls_count_by_rpc_once_they_have_ended(stubs: Stubs) -> None:
+    peer = Peer(stubs)
+    peer.allocate(range(4))
+    with pytest.raises(Refused):
+        peer.allocate(range(1000))
+    # A GetStats that is being answered is no part of its own reply.
+    assert [call.method for call in stubs.stats().calls] == ["Allocate"]
+    stubs.stats()
+    calls = {call.method: call for call in stubs.stats().calls}
+    assert calls.keys() == {"Allocate", "GetStats"}
+    assert (calls["Allocate"].ended, calls["Allocate"].failed) == (2, 1)
+    assert (calls["GetStats"].ended, calls["GetStats"].failed) == (2, 0)
+    assert 0 < calls["Allocate"].duration_s < 60

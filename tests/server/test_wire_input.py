@@ -432,6 +432,8 @@ BAD_VALUES: list[tuple[str, Change, str]] = [
     ("Free", put("request_ids", ["x" * 257]), "request_ids"),
     ("Free", put("request_ids", ["é" * 129]), "request_ids"),
     ("ListSequences", put("page_size", 1001), "page_size"),
+    ("ListSequences", put("order", 3), "order"),
+    ("ListSequences", put("order", -1), "order"),
     ("ListSequences", put("page_size", MAX_UINT32), "page_size"),
     *(
         ("ListSequences", put("page_token", token), "page_token")

@@ -102,5 +102,11 @@ def assert_agreement(found: Scrape, stats: admin_pb2.GetStatsResponse) -> None:
     assert found.total("prefixcache_blocks") == stats.num_blocks
     assert found["prefixcache_pool_usage_ratio"] == stats.referenced / stats.num_blocks
     assert found["prefixcache_cached_blocks"] == stats.cached
+    for calls in stats.calls:
+        labels = {"method": calls.method}
+        assert found["prefixcache_rpc_duration_seconds_count", labels] == calls.ended
+        num_ok = found["prefixcache_rpc_total", {**labels, "code": "OK"}]
+        assert num_ok == calls.ended - calls.failed
+        assert found["prefixcache_rpc_duration_seconds_sum", labels] == calls.duration_s
     for name in ("sequences", "owners", "sessions"):
         assert found[f"prefixcache_{name}"] == getattr(stats, name)

@@ -24,35 +24,39 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aprefixcache/v1/admin.proto\x12\x0eprefixcache.v1\"\x11\n\x0fGetStatsRequest\"\x98\x05\n\x10GetStatsResponse\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\x12\x12\n\nblock_size\x18\x02 \x01(\r\x12\x12\n\nreferenced\x18\x03 \x01(\r\x12\x11\n\tevictable\x18\x04 \x01(\r\x12\r\n\x05\x62lank\x18\x05 \x01(\r\x12\x0e\n\x06\x63\x61\x63hed\x18\x06 \x01(\r\x12\x11\n\tsequences\x18\x07 \x01(\r\x12\x0e\n\x06owners\x18\x08 \x01(\r\x12\x15\n\rslots_written\x18\t \x01(\x04\x12\x11\n\tevictions\x18\n \x01(\x04\x12\x10\n\x08requests\x18\x0b \x01(\x04\x12\x16\n\x0equeries_tokens\x18\x0c \x01(\x04\x12\x12\n\nhit_tokens\x18\r \x01(\x04\x12\x16\n\x0equeries_blocks\x18\x0e \x01(\x04\x12\x12\n\nhit_blocks\x18\x0f \x01(\x04\x12\x18\n\x10resumed_requests\x18\x10 \x01(\x04\x12\x1e\n\x16resumed_queries_tokens\x18\x11 \x01(\x04\x12\x1a\n\x12resumed_hit_tokens\x18\x12 \x01(\x04\x12\x1a\n\x12\x61llocation_refused\x18\x13 \x01(\x04\x12\x16\n\x0e\x61ppend_refused\x18\x14 \x01(\x04\x12\x0e\n\x06resets\x18\x15 \x01(\x04\x12\x19\n\x11\x65xpired_sequences\x18\x16 \x01(\x04\x12\x1f\n\x17prefill_tokens_computed\x18\x17 \x01(\x04\x12\x1d\n\x15prefill_tokens_cached\x18\x18 \x01(\x04\x12\x10\n\x08uptime_s\x18\x19 \x01(\x01\x12\x10\n\x08sessions\x18\x1a \x01(\r\x12\x18\n\x10\x65xpired_sessions\x18\x1b \x01(\x04\x12,\n\x07tenants\x18\x1c \x03(\x0b\x32\x1b.prefixcache.v1.TenantStats\"\xb6\x01\n\x0bTenantStats\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x11\n\tnamespace\x18\x02 \x01(\t\x12\x19\n\x11guaranteed_blocks\x18\x03 \x01(\r\x12\x17\n\nmax_blocks\x18\x04 \x01(\rH\x00\x88\x01\x01\x12\x0c\n\x04held\x18\x05 \x01(\r\x12\x11\n\tevictable\x18\x06 \x01(\r\x12\x11\n\tevictions\x18\x07 \x01(\x04\x12\x0f\n\x07refused\x18\x08 \x01(\x04\x42\r\n\x0b_max_blocks\"\"\n\x11ResetCacheRequest\x12\r\n\x05\x66orce\x18\x01 \x01(\x08\")\n\x12ResetCacheResponse\x12\x13\n\x0bnum_dropped\x18\x01 \x01(\r\"=\n\x14ListSequencesRequest\x12\x11\n\tpage_size\x18\x01 \x01(\r\x12\x12\n\npage_token\x18\x02 \x01(\t\"\xcd\x01\n\x0cSequenceInfo\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x06\x12\x14\n\x0cowner_digest\x18\x02 \x01(\t\x12\x12\n\nnum_tokens\x18\x03 \x01(\r\x12\x1b\n\x13num_computed_tokens\x18\x04 \x01(\r\x12\x19\n\x11num_cached_tokens\x18\x05 \x01(\r\x12\x12\n\nnum_blocks\x18\x06 \x01(\r\x12\r\n\x05\x61ge_s\x18\x07 \x01(\x01\x12\x13\n\x0b\x63lient_name\x18\x08 \x01(\t\x12\x0e\n\x06tenant\x18\t \x01(\t\"a\n\x15ListSequencesResponse\x12/\n\tsequences\x18\x01 \x03(\x0b\x32\x1c.prefixcache.v1.SequenceInfo\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"<\n\x13ListSessionsRequest\x12\x11\n\tpage_size\x18\x01 \x01(\r\x12\x12\n\npage_token\x18\x02 \x01(\t\"\xa3\x01\n\x0bSessionInfo\x12\x14\n\x0cowner_digest\x18\x01 \x01(\t\x12\x13\n\x0b\x63lient_name\x18\x02 \x01(\t\x12\r\n\x05ttl_s\x18\x03 \x01(\x01\x12\x0e\n\x06left_s\x18\x04 \x01(\x01\x12\x14\n\x0cis_connected\x18\x05 \x01(\x08\x12\x15\n\rnum_sequences\x18\x06 \x01(\r\x12\r\n\x05\x61ge_s\x18\x07 \x01(\x01\x12\x0e\n\x06tenant\x18\x08 \x01(\t\"^\n\x14ListSessionsResponse\x12-\n\x08sessions\x18\x01 \x03(\x0b\x32\x1b.prefixcache.v1.SessionInfo\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t2\xeb\x02\n\x0c\x41\x64minService\x12M\n\x08GetStats\x12\x1f.prefixcache.v1.GetStatsRequest\x1a .prefixcache.v1.GetStatsResponse\x12S\n\nResetCache\x12!.prefixcache.v1.ResetCacheRequest\x1a\".prefixcache.v1.ResetCacheResponse\x12\\\n\rListSequences\x12$.prefixcache.v1.ListSequencesRequest\x1a%.prefixcache.v1.ListSequencesResponse\x12Y\n\x0cListSessions\x12#.prefixcache.v1.ListSessionsRequest\x1a$.prefixcache.v1.ListSessionsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aprefixcache/v1/admin.proto\x12\x0eprefixcache.v1\"\x11\n\x0fGetStatsRequest\"\xc2\x05\n\x10GetStatsResponse\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\x12\x12\n\nblock_size\x18\x02 \x01(\r\x12\x12\n\nreferenced\x18\x03 \x01(\r\x12\x11\n\tevictable\x18\x04 \x01(\r\x12\r\n\x05\x62lank\x18\x05 \x01(\r\x12\x0e\n\x06\x63\x61\x63hed\x18\x06 \x01(\r\x12\x11\n\tsequences\x18\x07 \x01(\r\x12\x0e\n\x06owners\x18\x08 \x01(\r\x12\x15\n\rslots_written\x18\t \x01(\x04\x12\x11\n\tevictions\x18\n \x01(\x04\x12\x10\n\x08requests\x18\x0b \x01(\x04\x12\x16\n\x0equeries_tokens\x18\x0c \x01(\x04\x12\x12\n\nhit_tokens\x18\r \x01(\x04\x12\x16\n\x0equeries_blocks\x18\x0e \x01(\x04\x12\x12\n\nhit_blocks\x18\x0f \x01(\x04\x12\x18\n\x10resumed_requests\x18\x10 \x01(\x04\x12\x1e\n\x16resumed_queries_tokens\x18\x11 \x01(\x04\x12\x1a\n\x12resumed_hit_tokens\x18\x12 \x01(\x04\x12\x1a\n\x12\x61llocation_refused\x18\x13 \x01(\x04\x12\x16\n\x0e\x61ppend_refused\x18\x14 \x01(\x04\x12\x0e\n\x06resets\x18\x15 \x01(\x04\x12\x19\n\x11\x65xpired_sequences\x18\x16 \x01(\x04\x12\x1f\n\x17prefill_tokens_computed\x18\x17 \x01(\x04\x12\x1d\n\x15prefill_tokens_cached\x18\x18 \x01(\x04\x12\x10\n\x08uptime_s\x18\x19 \x01(\x01\x12\x10\n\x08sessions\x18\x1a \x01(\r\x12\x18\n\x10\x65xpired_sessions\x18\x1b \x01(\x04\x12,\n\x07tenants\x18\x1c \x03(\x0b\x32\x1b.prefixcache.v1.TenantStats\x12(\n\x05\x63\x61lls\x18\x1d \x03(\x0b\x32\x19.prefixcache.v1.CallStats\"N\n\tCallStats\x12\x0e\n\x06method\x18\x01 \x01(\t\x12\r\n\x05\x65nded\x18\x02 \x01(\x04\x12\x0e\n\x06\x66\x61iled\x18\x03 \x01(\x04\x12\x12\n\nduration_s\x18\x04 \x01(\x01\"\xb6\x01\n\x0bTenantStats\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x11\n\tnamespace\x18\x02 \x01(\t\x12\x19\n\x11guaranteed_blocks\x18\x03 \x01(\r\x12\x17\n\nmax_blocks\x18\x04 \x01(\rH\x00\x88\x01\x01\x12\x0c\n\x04held\x18\x05 \x01(\r\x12\x11\n\tevictable\x18\x06 \x01(\r\x12\x11\n\tevictions\x18\x07 \x01(\x04\x12\x0f\n\x07refused\x18\x08 \x01(\x04\x42\r\n\x0b_max_blocks\"\"\n\x11ResetCacheRequest\x12\r\n\x05\x66orce\x18\x01 \x01(\x08\")\n\x12ResetCacheResponse\x12\x13\n\x0bnum_dropped\x18\x01 \x01(\r\"k\n\x14ListSequencesRequest\x12\x11\n\tpage_size\x18\x01 \x01(\r\x12\x12\n\npage_token\x18\x02 \x01(\t\x12,\n\x05order\x18\x03 \x01(\x0e\x32\x1d.prefixcache.v1.SequenceOrder\"\xcd\x01\n\x0cSequenceInfo\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x06\x12\x14\n\x0cowner_digest\x18\x02 \x01(\t\x12\x12\n\nnum_tokens\x18\x03 \x01(\r\x12\x1b\n\x13num_computed_tokens\x18\x04 \x01(\r\x12\x19\n\x11num_cached_tokens\x18\x05 \x01(\r\x12\x12\n\nnum_blocks\x18\x06 \x01(\r\x12\r\n\x05\x61ge_s\x18\x07 \x01(\x01\x12\x13\n\x0b\x63lient_name\x18\x08 \x01(\t\x12\x0e\n\x06tenant\x18\t \x01(\t\"a\n\x15ListSequencesResponse\x12/\n\tsequences\x18\x01 \x03(\x0b\x32\x1c.prefixcache.v1.SequenceInfo\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"<\n\x13ListSessionsRequest\x12\x11\n\tpage_size\x18\x01 \x01(\r\x12\x12\n\npage_token\x18\x02 \x01(\t\"\xa3\x01\n\x0bSessionInfo\x12\x14\n\x0cowner_digest\x18\x01 \x01(\t\x12\x13\n\x0b\x63lient_name\x18\x02 \x01(\t\x12\r\n\x05ttl_s\x18\x03 \x01(\x01\x12\x0e\n\x06left_s\x18\x04 \x01(\x01\x12\x14\n\x0cis_connected\x18\x05 \x01(\x08\x12\x15\n\rnum_sequences\x18\x06 \x01(\r\x12\r\n\x05\x61ge_s\x18\x07 \x01(\x01\x12\x0e\n\x06tenant\x18\x08 \x01(\t\"^\n\x14ListSessionsResponse\x12-\n\x08sessions\x18\x01 \x03(\x0b\x32\x1b.prefixcache.v1.SessionInfo\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t*j\n\rSequenceOrder\x12\x1e\n\x1aSEQUENCE_ORDER_UNSPECIFIED\x10\x00\x12\x1e\n\x1aSEQUENCE_ORDER_MOST_BLOCKS\x10\x01\x12\x19\n\x15SEQUENCE_ORDER_NEWEST\x10\x02\x32\xeb\x02\n\x0c\x41\x64minService\x12M\n\x08GetStats\x12\x1f.prefixcache.v1.GetStatsRequest\x1a .prefixcache.v1.GetStatsResponse\x12S\n\nResetCache\x12!.prefixcache.v1.ResetCacheRequest\x1a\".prefixcache.v1.ResetCacheResponse\x12\\\n\rListSequences\x12$.prefixcache.v1.ListSequencesRequest\x1a%.prefixcache.v1.ListSequencesResponse\x12Y\n\x0cListSessions\x12#.prefixcache.v1.ListSessionsRequest\x1a$.prefixcache.v1.ListSessionsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'prefixcache.rpc._pb.admin_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_SEQUENCEORDER']._serialized_start=1858
+  _globals['_SEQUENCEORDER']._serialized_end=1964
   _globals['_GETSTATSREQUEST']._serialized_start=46
   _globals['_GETSTATSREQUEST']._serialized_end=63
   _globals['_GETSTATSRESPONSE']._serialized_start=66
-  _globals['_GETSTATSRESPONSE']._serialized_end=730
-  _globals['_TENANTSTATS']._serialized_start=733
-  _globals['_TENANTSTATS']._serialized_end=915
-  _globals['_RESETCACHEREQUEST']._serialized_start=917
-  _globals['_RESETCACHEREQUEST']._serialized_end=951
-  _globals['_RESETCACHERESPONSE']._serialized_start=953
-  _globals['_RESETCACHERESPONSE']._serialized_end=994
-  _globals['_LISTSEQUENCESREQUEST']._serialized_start=996
-  _globals['_LISTSEQUENCESREQUEST']._serialized_end=1057
-  _globals['_SEQUENCEINFO']._serialized_start=1060
-  _globals['_SEQUENCEINFO']._serialized_end=1265
-  _globals['_LISTSEQUENCESRESPONSE']._serialized_start=1267
-  _globals['_LISTSEQUENCESRESPONSE']._serialized_end=1364
-  _globals['_LISTSESSIONSREQUEST']._serialized_start=1366
-  _globals['_LISTSESSIONSREQUEST']._serialized_end=1426
-  _globals['_SESSIONINFO']._serialized_start=1429
-  _globals['_SESSIONINFO']._serialized_end=1592
-  _globals['_LISTSESSIONSRESPONSE']._serialized_start=1594
-  _globals['_LISTSESSIONSRESPONSE']._serialized_end=1688
-  _globals['_ADMINSERVICE']._serialized_start=1691
-  _globals['_ADMINSERVICE']._serialized_end=2054
+  _globals['_GETSTATSRESPONSE']._serialized_end=772
+  _globals['_CALLSTATS']._serialized_start=774
+  _globals['_CALLSTATS']._serialized_end=852
+  _globals['_TENANTSTATS']._serialized_start=855
+  _globals['_TENANTSTATS']._serialized_end=1037
+  _globals['_RESETCACHEREQUEST']._serialized_start=1039
+  _globals['_RESETCACHEREQUEST']._serialized_end=1073
+  _globals['_RESETCACHERESPONSE']._serialized_start=1075
+  _globals['_RESETCACHERESPONSE']._serialized_end=1116
+  _globals['_LISTSEQUENCESREQUEST']._serialized_start=1118
+  _globals['_LISTSEQUENCESREQUEST']._serialized_end=1225
+  _globals['_SEQUENCEINFO']._serialized_start=1228
+  _globals['_SEQUENCEINFO']._serialized_end=1433
+  _globals['_LISTSEQUENCESRESPONSE']._serialized_start=1435
+  _globals['_LISTSEQUENCESRESPONSE']._serialized_end=1532
+  _globals['_LISTSESSIONSREQUEST']._serialized_start=1534
+  _globals['_LISTSESSIONSREQUEST']._serialized_end=1594
+  _globals['_SESSIONINFO']._serialized_start=1597
+  _globals['_SESSIONINFO']._serialized_end=1760
+  _globals['_LISTSESSIONSRESPONSE']._serialized_start=1762
+  _globals['_LISTSESSIONSRESPONSE']._serialized_end=1856
+  _globals['_ADMINSERVICE']._serialized_start=1967
+  _globals['_ADMINSERVICE']._serialized_end=2330
 # @@protoc_insertion_point(module_scope)

@@ -1,4 +1,5 @@
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from collections.abc import Iterable as _Iterable, Mapping as _Mapping
@@ -6,12 +7,21 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class SequenceOrder(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    SEQUENCE_ORDER_UNSPECIFIED: _ClassVar[SequenceOrder]
+    SEQUENCE_ORDER_MOST_BLOCKS: _ClassVar[SequenceOrder]
+    SEQUENCE_ORDER_NEWEST: _ClassVar[SequenceOrder]
+SEQUENCE_ORDER_UNSPECIFIED: SequenceOrder
+SEQUENCE_ORDER_MOST_BLOCKS: SequenceOrder
+SEQUENCE_ORDER_NEWEST: SequenceOrder
+
 class GetStatsRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class GetStatsResponse(_message.Message):
-    __slots__ = ("num_blocks", "block_size", "referenced", "evictable", "blank", "cached", "sequences", "owners", "slots_written", "evictions", "requests", "queries_tokens", "hit_tokens", "queries_blocks", "hit_blocks", "resumed_requests", "resumed_queries_tokens", "resumed_hit_tokens", "allocation_refused", "append_refused", "resets", "expired_sequences", "prefill_tokens_computed", "prefill_tokens_cached", "uptime_s", "sessions", "expired_sessions", "tenants")
+    __slots__ = ("num_blocks", "block_size", "referenced", "evictable", "blank", "cached", "sequences", "owners", "slots_written", "evictions", "requests", "queries_tokens", "hit_tokens", "queries_blocks", "hit_blocks", "resumed_requests", "resumed_queries_tokens", "resumed_hit_tokens", "allocation_refused", "append_refused", "resets", "expired_sequences", "prefill_tokens_computed", "prefill_tokens_cached", "uptime_s", "sessions", "expired_sessions", "tenants", "calls")
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
     REFERENCED_FIELD_NUMBER: _ClassVar[int]
@@ -40,6 +50,7 @@ class GetStatsResponse(_message.Message):
     SESSIONS_FIELD_NUMBER: _ClassVar[int]
     EXPIRED_SESSIONS_FIELD_NUMBER: _ClassVar[int]
     TENANTS_FIELD_NUMBER: _ClassVar[int]
+    CALLS_FIELD_NUMBER: _ClassVar[int]
     num_blocks: int
     block_size: int
     referenced: int
@@ -68,7 +79,20 @@ class GetStatsResponse(_message.Message):
     sessions: int
     expired_sessions: int
     tenants: _containers.RepeatedCompositeFieldContainer[TenantStats]
-    def __init__(self, num_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., referenced: _Optional[int] = ..., evictable: _Optional[int] = ..., blank: _Optional[int] = ..., cached: _Optional[int] = ..., sequences: _Optional[int] = ..., owners: _Optional[int] = ..., slots_written: _Optional[int] = ..., evictions: _Optional[int] = ..., requests: _Optional[int] = ..., queries_tokens: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., queries_blocks: _Optional[int] = ..., hit_blocks: _Optional[int] = ..., resumed_requests: _Optional[int] = ..., resumed_queries_tokens: _Optional[int] = ..., resumed_hit_tokens: _Optional[int] = ..., allocation_refused: _Optional[int] = ..., append_refused: _Optional[int] = ..., resets: _Optional[int] = ..., expired_sequences: _Optional[int] = ..., prefill_tokens_computed: _Optional[int] = ..., prefill_tokens_cached: _Optional[int] = ..., uptime_s: _Optional[float] = ..., sessions: _Optional[int] = ..., expired_sessions: _Optional[int] = ..., tenants: _Optional[_Iterable[_Union[TenantStats, _Mapping]]] = ...) -> None: ...
+    calls: _containers.RepeatedCompositeFieldContainer[CallStats]
+    def __init__(self, num_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., referenced: _Optional[int] = ..., evictable: _Optional[int] = ..., blank: _Optional[int] = ..., cached: _Optional[int] = ..., sequences: _Optional[int] = ..., owners: _Optional[int] = ..., slots_written: _Optional[int] = ..., evictions: _Optional[int] = ..., requests: _Optional[int] = ..., queries_tokens: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., queries_blocks: _Optional[int] = ..., hit_blocks: _Optional[int] = ..., resumed_requests: _Optional[int] = ..., resumed_queries_tokens: _Optional[int] = ..., resumed_hit_tokens: _Optional[int] = ..., allocation_refused: _Optional[int] = ..., append_refused: _Optional[int] = ..., resets: _Optional[int] = ..., expired_sequences: _Optional[int] = ..., prefill_tokens_computed: _Optional[int] = ..., prefill_tokens_cached: _Optional[int] = ..., uptime_s: _Optional[float] = ..., sessions: _Optional[int] = ..., expired_sessions: _Optional[int] = ..., tenants: _Optional[_Iterable[_Union[TenantStats, _Mapping]]] = ..., calls: _Optional[_Iterable[_Union[CallStats, _Mapping]]] = ...) -> None: ...
+
+class CallStats(_message.Message):
+    __slots__ = ("method", "ended", "failed", "duration_s")
+    METHOD_FIELD_NUMBER: _ClassVar[int]
+    ENDED_FIELD_NUMBER: _ClassVar[int]
+    FAILED_FIELD_NUMBER: _ClassVar[int]
+    DURATION_S_FIELD_NUMBER: _ClassVar[int]
+    method: str
+    ended: int
+    failed: int
+    duration_s: float
+    def __init__(self, method: _Optional[str] = ..., ended: _Optional[int] = ..., failed: _Optional[int] = ..., duration_s: _Optional[float] = ...) -> None: ...
 
 class TenantStats(_message.Message):
     __slots__ = ("name", "namespace", "guaranteed_blocks", "max_blocks", "held", "evictable", "evictions", "refused")
@@ -103,12 +127,14 @@ class ResetCacheResponse(_message.Message):
     def __init__(self, num_dropped: _Optional[int] = ...) -> None: ...
 
 class ListSequencesRequest(_message.Message):
-    __slots__ = ("page_size", "page_token")
+    __slots__ = ("page_size", "page_token", "order")
     PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
     PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    ORDER_FIELD_NUMBER: _ClassVar[int]
     page_size: int
     page_token: str
-    def __init__(self, page_size: _Optional[int] = ..., page_token: _Optional[str] = ...) -> None: ...
+    order: SequenceOrder
+    def __init__(self, page_size: _Optional[int] = ..., page_token: _Optional[str] = ..., order: _Optional[_Union[SequenceOrder, str]] = ...) -> None: ...
 
 class SequenceInfo(_message.Message):
     __slots__ = ("sequence_id", "owner_digest", "num_tokens", "num_computed_tokens", "num_cached_tokens", "num_blocks", "age_s", "client_name", "tenant")
