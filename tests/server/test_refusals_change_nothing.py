@@ -100,7 +100,7 @@ class World:
         stats = {
             field.name: getattr(reply, field.name)
             for field in admin_pb2.GetStatsResponse.DESCRIPTOR.fields
-            if field.name not in ("uptime_s", "allocation_refused", "append_refused")
+            if field.name not in ("uptime_s", "calls", "allocation_refused", "append_refused")
         }
         return {"stats": stats, "core": snapshot(self.daemon.sequences), "memory": self.memory()}
 
