@@ -105,7 +105,7 @@ def _round(
 ) -> None:
     method = next(method for method in wire.methods() if method.name == subject.method)
     servicer = getattr(CacheService(daemon), subject.method.lower())
-    twin_reply = wire.twin(method.response.DESCRIPTOR.name)
+    reader, twin_reply = wire.RequestReader(method), wire.twin(method.response.DESCRIPTOR.name)
 
     def timed(part: str, work: Callable[[], Any]) -> Any:
         return laps.time(Key(name, part), work)
@@ -113,7 +113,7 @@ def _round(
     for _ in range(_CALLS_A_ROUND):
         timed(TRANSPORT, echo)
         call, data = timed(PARTS[0], partial(_serialized, subject))
-        request = timed("parse", partial(method.request.FromString, data))
+        request = timed("parse", partial(reader.read, data))
         reply = timed(SERVICER, partial(servicer, request, ANYONE))
         data = timed("reply", reply.SerializeToString)
         subject.undo(timed("client: reply", partial(_read, call, twin_reply, data)))

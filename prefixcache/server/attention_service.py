@@ -1,4 +1,4 @@
-"""AttentionService: check, convert, one call of the engine, reply."""
+"""AttentionService: check, convert, one call of the engine, reply. Requests are twins."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from typing import Any
 
 from prefixcache.errors import InvalidArgumentError, NoStorageError
 from prefixcache.rpc import codec
-from prefixcache.rpc._pb import attention_pb2
 from prefixcache.rpc.wire import twin
 from prefixcache.server import checks
 from prefixcache.server.callers import Caller
@@ -18,33 +17,29 @@ class AttentionService:
         self._engine = daemon.engine
         self._max_tokens = daemon.info.limits.max_tokens_per_call
 
-    def prefill(self, request: attention_pb2.PrefillRequest, caller: Caller) -> Any:
+    def prefill(self, request: Any, caller: Caller) -> Any:
         if self._engine is None:
             raise NoStorageError
         response = twin("PrefillResponse")()
         codec.set_tensor(response.out, self._engine.prefill(*self._arguments(request, caller)))
         return response
 
-    def decode(self, request: attention_pb2.DecodeRequest, caller: Caller) -> Any:
+    def decode(self, request: Any, caller: Caller) -> Any:
         if self._engine is None:
             raise NoStorageError
         response = twin("DecodeResponse")()
         codec.set_tensor(response.out, self._engine.decode(*self._arguments(request, caller)))
         return response
 
-    def _arguments(
-        self, request: attention_pb2.PrefillRequest | attention_pb2.DecodeRequest, caller: Caller
-    ) -> Any:
+    def _arguments(self, request: Any, caller: Caller) -> Any:
         batch = request.batch
         owner = checks.owner(batch.owner, caller)
-        checks.equal_lengths(batch, "sequence_ids", "start_positions", "num_tokens")
-        checks.distinct(batch.sequence_ids)
-        if 0 in batch.num_tokens:
+        columns = checks.rows(batch, "start_positions", "num_tokens").lists()
+        if 0 in columns[2]:
             raise InvalidArgumentError("num_tokens", "is 0 in some row")
-        checks.num_tokens(sum(batch.num_tokens), "num_tokens", self._max_tokens)
+        checks.num_tokens(sum(columns[2]), "num_tokens", self._max_tokens)
         q = codec.tensor_from_wire(request.q, "q")
         k = codec.tensor_from_wire(request.k, "k")
         v = codec.tensor_from_wire(request.v, "v") if request.HasField("v") else None
-        columns = (list(batch.sequence_ids), list(batch.start_positions), list(batch.num_tokens))
         options = codec.options_from_wire(batch)
         return owner, batch.layer, columns, (q, k, v), options, checks.order(batch)

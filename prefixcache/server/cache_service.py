@@ -1,6 +1,7 @@
 """PrefixCacheService: check, convert, one call of the core under its lock, reply.
 
-Hashing a prompt happens before the lock is taken. Safe to call from many threads.
+Requests are twins (see `prefixcache.rpc.wire`). Hashing a prompt happens before the lock is taken.
+Safe to call from many threads.
 """
 
 from __future__ import annotations
@@ -22,7 +23,14 @@ from prefixcache.errors import (
 )
 from prefixcache.rpc._pb import cache_pb2
 from prefixcache.rpc.status import status_message
-from prefixcache.rpc.wire import column32, column64, repeated_bytes, twin
+from prefixcache.rpc.wire import (
+    column32,
+    column64,
+    read_column32,
+    read_column64,
+    repeated_bytes,
+    twin,
+)
 from prefixcache.server import checks
 from prefixcache.server.allocation import Allocation
 from prefixcache.server.callers import Caller
@@ -46,7 +54,7 @@ class CacheService:
         self._check_fingerprint(request.expected_fingerprint)
         return self._daemon.info
 
-    def lookup(self, request: cache_pb2.LookupRequest, caller: Caller) -> Any:
+    def lookup(self, request: Any, caller: Caller) -> Any:
         token_ids, extra_keys = checks.prompt(request, caller, self._block_size, self._max_tokens)
         full_hit = checks.full_hit(request.full_hit)
         prompt = self._sequences.prepare(token_ids, extra_keys)
@@ -70,7 +78,7 @@ class CacheService:
 
     def allocate(
         self,
-        request: cache_pb2.AllocateRequest,
+        request: Any,
         caller: Caller,
         context: grpc.ServicerContext | None = None,
     ) -> Any:
@@ -93,7 +101,7 @@ class CacheService:
             num_pending_tokens=allocated.num_pending_tokens,
         )
 
-    def _allocation(self, request: cache_pb2.AllocateRequest, caller: Caller) -> Allocation:
+    def _allocation(self, request: Any, caller: Caller) -> Allocation:
         owner = checks.owner(request.owner, caller)
         order = checks.order(request)
         request_id = checks.request_id(request.request_id)
@@ -115,7 +123,7 @@ class CacheService:
             self._account_of(caller),
         )
 
-    def append(self, request: cache_pb2.AppendRequest, caller: Caller) -> Any:
+    def append(self, request: Any, caller: Caller) -> Any:
         owner = checks.owner(request.owner, caller)
         order = checks.order(request)
         batch = checks.append_batch(request, self._block_size, self._max_tokens)
@@ -135,14 +143,12 @@ class CacheService:
             num_blocks_free=appended.num_blocks_free,
         )
 
-    def commit(self, request: cache_pb2.CommitRequest, caller: Caller) -> Any:
+    def commit(self, request: Any, caller: Caller) -> Any:
         owner = checks.owner(request.owner, caller)
         order = checks.order(request)
-        checks.equal_lengths(request, "sequence_ids", "start_positions", "num_computed_tokens")
-        checks.distinct(request.sequence_ids)
+        columns = checks.rows(request, "start_positions", "num_computed_tokens").lists()
         if self._daemon.engine is not None:
             raise StorageOwnedError
-        columns = request.sequence_ids, request.start_positions, request.num_computed_tokens
         rows = list(map(CommitRow._make, zip(*columns, strict=True)))
         with self._sequences.lock:
             self._sequences.live.take_turn(owner, order)
@@ -181,21 +187,22 @@ class CacheService:
             )
         return twin("TruncateResponse")(dropped_block_ids=column32(dropped))
 
-    def free(self, request: cache_pb2.FreeRequest, caller: Caller) -> Any:
+    def free(self, request: Any, caller: Caller) -> Any:
         owner = checks.owner(request.owner, caller)
         order = checks.order(request)
+        sequence_ids = read_column64(request.sequence_ids).tolist()
         request_ids = checks.request_names(request.request_ids)
         with self._sequences.lock:
             self._sequences.live.take_turn(owner, order)
-            codes = self._sequences.free(owner, request.sequence_ids, request_ids)
+            codes = self._sequences.free(owner, sequence_ids, request_ids)
         return twin("FreeResponse")(result_codes=column32(codes))
 
     def open_step(
         self, cancel: Callable[[], object], caller: Caller
-    ) -> AbstractContextManager[Callable[[cache_pb2.StepRequest], Any]]:
+    ) -> AbstractContextManager[Callable[[Any], Any]]:
         return nullcontext(partial(self.step, caller=caller))
 
-    def step(self, request: cache_pb2.StepRequest, caller: Caller) -> Any:
+    def step(self, request: Any, caller: Caller) -> Any:
         limit = self._daemon.info.limits.max_step_allocates
         if len(request.allocates) > limit:
             raise InvalidArgumentError(
@@ -216,11 +223,9 @@ class CacheService:
             num_bytes += response.allocates[-1].ByteSize()
         return response
 
-    def _allocate_in_step(
-        self, request: cache_pb2.AllocateRequest, caller: Caller, num_bytes: int
-    ) -> Any:
+    def _allocate_in_step(self, request: Any, caller: Caller, num_bytes: int) -> Any:
         """num_bytes: of the answer so far. What cannot be sent would be lost to its caller."""
-        num_slots = len(request.token_ids) + request.num_lookahead_tokens
+        num_slots = len(read_column32(request.token_ids)) + request.num_lookahead_tokens
         num_blocks = min(-(-num_slots // self._block_size), self._sequences.pool.num_blocks)
         limit = self._daemon.info.limits.max_message_bytes
         if num_bytes + 4 * num_blocks + REPLY_HEADROOM_BYTES > limit:

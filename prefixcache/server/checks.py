@@ -1,12 +1,13 @@
 """What every request must satisfy before it reaches the core.
 
-Each check raises InvalidArgumentError with the field's name and the limit.
+Each check raises InvalidArgumentError with the field's name and the limit. Requests are twins (see
+`prefixcache.rpc.wire`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sized
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +17,7 @@ from prefixcache.core.extra_keys import check_extra_keys
 from prefixcache.core.sessions import SESSION_ID_BYTES, CallOrder
 from prefixcache.errors import InvalidArgumentError
 from prefixcache.rpc import codec
+from prefixcache.rpc.wire import read_column32, read_column64
 from prefixcache.server.callers import Caller
 from prefixcache.types import NO_EXTRA_KEYS, CacheUse, ExtraKeys, FullHit, TokenIds
 
@@ -84,11 +86,11 @@ def prompt(
 
     max_tokens: with the lookahead.
     """
-    num = num_tokens(len(request.token_ids), "token_ids", max_tokens)
+    token_ids = read_column32(request.token_ids)
+    num = num_tokens(len(token_ids), "token_ids", max_tokens)
     num_tokens(num + request.num_lookahead_tokens, "num_lookahead_tokens", max_tokens)
     if not num:
         raise InvalidArgumentError("token_ids", "is empty, a prompt has at least one token")
-    token_ids = column(request.token_ids)
     if not request.HasField("extra_keys"):
         return token_ids, caller.own_keys(NO_EXTRA_KEYS)
     extra_keys = codec.extra_keys_from_wire(request.extra_keys)
@@ -97,26 +99,36 @@ def prompt(
     return token_ids, caller.own_keys(extra_keys)
 
 
-def column(field: Any) -> TokenIds:
-    """A `repeated fixed32` as `[n] uint32`, without a Python step per element."""
-    return np.array(field, dtype=np.uint32)
+class Rows(NamedTuple):
+    """Columns of a request about distinct sequences, `[R]` each; two of 4 bytes follow the ids."""
+
+    sequence_ids: npt.NDArray[np.uint64]
+    first: npt.NDArray[np.uint32]
+    second: npt.NDArray[np.uint32]
+
+    def lists(self) -> tuple[list[int], list[int], list[int]]:
+        return self.sequence_ids.tolist(), self.first.tolist(), self.second.tolist()
 
 
-def equal_lengths(request: Any, *fields: str) -> int:
-    """All columns have as many rows as the first; returns how many."""
-    num_rows = len(getattr(request, fields[0]))
+def rows(request: Any, first: str, second: str) -> Rows:
+    """first, second: names of the columns beside `sequence_ids`."""
+    sequence_ids = read_column64(request.sequence_ids)
+    num_rows = len(sequence_ids)
     if not num_rows:
-        raise InvalidArgumentError(fields[0], "is empty")
-    for field in fields[1:]:
-        length = len(getattr(request, field))
-        if length != num_rows:
-            raise InvalidArgumentError(field, f"has {length} rows, {fields[0]} has {num_rows}")
-    return num_rows
-
-
-def distinct(sequence_ids: Sized, field: str = "sequence_ids") -> None:
-    if len(set(sequence_ids)) < len(sequence_ids):  # type: ignore[call-overload]
-        raise InvalidArgumentError(field, "holds one sequence twice")
+        raise InvalidArgumentError("sequence_ids", "is empty")
+    found = Rows(
+        sequence_ids,
+        read_column32(getattr(request, first)),
+        read_column32(getattr(request, second)),
+    )
+    for field, column in ((first, found.first), (second, found.second)):
+        if len(column) != num_rows:
+            raise InvalidArgumentError(
+                field, f"has {len(column)} rows, sequence_ids has {num_rows}"
+            )
+    if len(set(sequence_ids.tolist())) < num_rows:
+        raise InvalidArgumentError("sequence_ids", "holds one sequence twice")
+    return found
 
 
 def wait_pending_s(value_ms: int, longest_s: float) -> float:
@@ -143,11 +155,10 @@ def full_hit(value: int) -> FullHit:
 
 def append_batch(request: Any, block_size: int, max_tokens: int) -> AppendBatch:
     """The rows of an Append. max_tokens: of all of them, with the lookahead."""
-    num = num_tokens(len(request.token_ids), "token_ids", max_tokens)
-    num_rows = equal_lengths(request, "sequence_ids", "start_positions", "num_tokens")
-    sequence_ids = np.array(request.sequence_ids, dtype=np.uint64)
-    distinct(sequence_ids.tolist())
-    row_tokens, token_ids = column(request.num_tokens), column(request.token_ids)
+    token_ids = read_column32(request.token_ids)
+    num = num_tokens(len(token_ids), "token_ids", max_tokens)
+    sequence_ids, start_positions, row_tokens = rows(request, "start_positions", "num_tokens")
+    num_rows = len(sequence_ids)
     num_kv_valid = _optional_column(request, "num_kv_valid", num_rows)
     num_lookahead_tokens = _optional_column(request, "num_lookahead_tokens", num_rows)
     num_tokens(num + sum(num_lookahead_tokens.tolist()), "num_lookahead_tokens", max_tokens)
@@ -160,37 +171,42 @@ def append_batch(request: Any, block_size: int, max_tokens: int) -> AppendBatch:
         raise InvalidArgumentError("num_kv_valid", "is larger than num_tokens in some row")
     return AppendBatch(
         sequence_ids,
-        column(request.start_positions),
+        start_positions,
         row_tokens,
         token_ids,
         num_kv_valid,
         num_lookahead_tokens,
-        _append_extra_keys(request, num_rows, block_size) if request.extra_keys else {},
+        _append_extra_keys(request.extra_keys, start_positions, row_tokens, block_size),
     )
 
 
 def _optional_column(request: Any, field: str, num_rows: int) -> npt.NDArray[np.uint32]:
     """Zeros if it is left out."""
-    values = getattr(request, field)
-    if not values:
+    values = read_column32(getattr(request, field))
+    if not len(values):
         return np.zeros(num_rows, dtype=np.uint32)
     if len(values) != num_rows:
         raise InvalidArgumentError(field, f"has {len(values)} rows, must have {num_rows}")
-    return column(values)
+    return values
 
 
-def _append_extra_keys(request: Any, num_rows: int, block_size: int) -> dict[int, ExtraKeys]:
+def _append_extra_keys(
+    entries: Iterable[Any],
+    start_positions: npt.NDArray[np.uint32],
+    row_tokens: npt.NDArray[np.uint32],
+    block_size: int,
+) -> dict[int, ExtraKeys]:
     """The extra keys of an Append's rows, by row."""
     by_row: dict[int, ExtraKeys] = {}
-    for entry in request.extra_keys:
-        if entry.row >= num_rows or by_row.get(entry.row):
+    for entry in entries:
+        if entry.row >= len(row_tokens) or by_row.get(entry.row):
             raise InvalidArgumentError("extra_keys.row", f"{entry.row} is no row, or stands twice")
         keys = codec.extra_keys_from_wire(entry.extra_keys)
         if keys.lora or keys.cache_salt:
             raise InvalidArgumentError(
                 "extra_keys.extra_keys", "lora and cache_salt belong to Allocate"
             )
-        start = request.start_positions[entry.row]
-        check_extra_keys(keys, start, start + request.num_tokens[entry.row], block_size)
+        start = int(start_positions[entry.row])
+        check_extra_keys(keys, start, start + int(row_tokens[entry.row]), block_size)
         by_row[entry.row] = keys
     return by_row

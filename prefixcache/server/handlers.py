@@ -186,11 +186,12 @@ def _stream_handler(
 def _answer(method: wire.Method, call: Callable[..., Any], calls: _Calls) -> _Answer:
     """One message in, one out, or the call is aborted. A stream's call knows its caller."""
     takes_context = "context" in inspect.signature(call).parameters
+    reader = wire.RequestReader(method)
 
     def answer(data: bytes, context: grpc.ServicerContext, *caller: Caller) -> Any:
         started_s = perf_counter()
         try:
-            request = _parse(method, data)
+            request = _parse(method, reader, data)
             reply = call(request, *caller, context) if takes_context else call(request, *caller)
         except PrefixCacheError as error:
             calls.abort(context, error, perf_counter() - started_s)
@@ -204,9 +205,9 @@ def _answer(method: wire.Method, call: Callable[..., Any], calls: _Calls) -> _An
     return answer
 
 
-def _parse(method: wire.Method, data: bytes) -> Any:
+def _parse(method: wire.Method, reader: wire.RequestReader, data: bytes) -> Any:
     try:
-        return method.request.FromString(data)
+        return reader.read(data)
     except DecodeError as error:
         raise InvalidArgumentError("request", f"is not a {method.name} request") from error
 

@@ -10,6 +10,7 @@ from typing import Any
 import cbor2
 import grpc
 import pytest
+from google.protobuf.message import Message
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -384,11 +385,15 @@ CALLS = st.lists(
 ONE, OTHER = (Caller(name, name, frozenset({"client"})) for name in ("one", "other"))
 
 
+def twin_of(request: Message) -> Any:
+    return wire.twin(request.DESCRIPTOR.name).FromString(request.SerializeToString())
+
+
 def view(service: CacheService, caller: Caller, name: str, prompt: list[int]) -> tuple[Any, ...]:
     """What one call tells its caller of the cache, ids aside."""
     if name == "lookup":
         request = cache_pb2.LookupRequest(token_ids=prompt, want_hashes=True)
-        found = service.lookup(request, caller)
+        found = service.lookup(twin_of(request), caller)
         return (
             found.num_cached_tokens,
             found.num_cached_blocks,
@@ -397,21 +402,22 @@ def view(service: CacheService, caller: Caller, name: str, prompt: list[int]) ->
         )
     owner = bytes(16)
     start = prompt if name == "fill" else prompt[:1]
-    made = service.allocate(cache_pb2.AllocateRequest(owner=owner, token_ids=start), caller)
+    request = twin_of(cache_pb2.AllocateRequest(owner=owner, token_ids=start))
+    made = service.allocate(request, caller)
     done, codes = made.num_cached_tokens, []
     if len(prompt) > len(start):
         peer = Peer(None, owner)  # type: ignore[arg-type]  # it only makes the request
         rows = [Row(made.sequence_id, len(start), tuple(prompt[1:]))]
-        codes.append(service.append(peer.append_request(rows), caller).result_codes)
+        codes.append(service.append(twin_of(peer.append_request(rows)), caller).result_codes)
     commit = cache_pb2.CommitRequest(
         owner=owner,
         sequence_ids=[made.sequence_id],
         start_positions=[done],
         num_computed_tokens=[len(prompt) - done],
     )
-    codes.append(service.commit(commit, caller).result_codes)
+    codes.append(service.commit(twin_of(commit), caller).result_codes)
     free = cache_pb2.FreeRequest(owner=owner, sequence_ids=[made.sequence_id])
-    codes.append(service.free(free, caller).result_codes)
+    codes.append(service.free(twin_of(free), caller).result_codes)
     return done, codes
 
 
