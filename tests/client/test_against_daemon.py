@@ -208,12 +208,12 @@ def test_chunks_and_hits_give_the_output_of_one_call(client_kind, dtype):
                 for rows in (slice(0, 5), slice(5, 11), slice(11, 12)):
                     part = chunked.prefill(layer, q[rows], k[rows], v[rows])
                     assert part.dtype == q.dtype
-                    torch.testing.assert_close(part, out[layer][rows])
+                    assert_close(part, out[layer][rows])
         with client.sequence(range(12)) as hit:
             assert hit.num_cached_tokens == 11
             for layer in range(LAYERS):
                 last = hit.prefill(layer, q[11:], k[11:], v[11:])
-                torch.testing.assert_close(last, out[layer][11:])
+                assert_close(last, out[layer][11:])
         assert client.stats().hit_tokens == 11
 
 
