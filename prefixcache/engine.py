@@ -141,9 +141,9 @@ class Engine:
         return out
 
     def _to_device(self, tensor: HostTensor) -> torch.Tensor:
-        # frombuffer needs a writable buffer, and empty ones are refused.
-        flat = torch.frombuffer(bytearray(tensor.data), dtype=self.memory.dtype)
-        return flat.reshape(tensor.shape).to(self.memory.device)
+        # Torch wants memory that may be written to. numpy copies without the GIL.
+        flat = torch.from_numpy(np.frombuffer(tensor.data, dtype=np.uint8).copy())
+        return flat.view(self.memory.dtype).reshape(tensor.shape).to(self.memory.device)
 
 
 def _check_tensors(layout: Layout, tensors: NewTokens, num_tokens: int) -> None:
@@ -178,4 +178,4 @@ def _to_host(tensor: torch.Tensor) -> HostTensor:
     data: np.ndarray[tuple[int, ...], np.dtype[np.uint8]] = (
         tensor.contiguous().cpu().view(torch.uint8).numpy()
     )
-    return HostTensor(dtype, tuple(tensor.shape), data.tobytes())
+    return HostTensor(dtype, tuple(tensor.shape), data.reshape(-1).data)

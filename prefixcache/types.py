@@ -157,14 +157,14 @@ PLAIN_ATTENTION = AttentionOptions()
 
 @dataclass(frozen=True, slots=True)
 class HostTensor:
-    """A dense tensor in host memory: row-major, little-endian bytes.
+    """A dense tensor in host memory: row-major, little-endian bytes, which nobody changes.
 
     dtype: "float32", "float16" or "bfloat16".
     """
 
     dtype: str
     shape: tuple[int, ...]
-    data: bytes
+    data: bytes | memoryview
 
 
 @dataclass(frozen=True, slots=True)

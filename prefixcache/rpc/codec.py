@@ -6,12 +6,12 @@ by the servicers; here only what cannot be converted raises.
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 from prefixcache.errors import InvalidArgumentError
 from prefixcache.rpc._pb import attention_pb2, cache_pb2
-from prefixcache.rpc.wire import twin
+from prefixcache.rpc.wire import length_prefix, twin
 from prefixcache.storage.layout import (
     DTYPE_BYTES,
     KVLayout,
@@ -171,3 +171,21 @@ def set_tensor(message: Any, tensor: HostTensor) -> None:
     message.data_type = _DATA_TYPES[tensor.dtype]
     message.shape[:] = tensor.shape
     message.data = tensor.data
+
+
+@dataclass(frozen=True, slots=True)
+class TensorReply:
+    """A message of one field, a Tensor, which is written as messages are.
+
+    The elements are copied once. In a message they are copied twice, and all that with the GIL
+    held: for 8 MiB 1.3 ms longer, in which no other call goes on.
+    """
+
+    field_number: int
+    tensor: HostTensor
+
+    def SerializeToString(self) -> bytes:
+        dtype, shape, data = self.tensor.dtype, self.tensor.shape, self.tensor.data
+        start = attention_pb2.Tensor(data_type=_DATA_TYPES[dtype], shape=shape).SerializeToString()
+        start += length_prefix(attention_pb2.Tensor.DATA_FIELD_NUMBER, len(data))
+        return b"".join((length_prefix(self.field_number, len(start) + len(data)), start, data))

@@ -177,6 +177,17 @@ def repeated_bytes(field_number: int, data: bytes, width: int) -> bytes:
     return rows.tobytes()
 
 
+def length_prefix(field_number: int, length: int) -> bytes:
+    """What stands before a field of so many bytes: its tag, and the length as a varint."""
+    assert field_number < 16
+    prefix = bytearray((field_number << 3 | 2,))
+    while length > 0x7F:
+        prefix.append(length & 0x7F | 0x80)
+        length >>= 7
+    prefix.append(length)
+    return bytes(prefix)
+
+
 def read_column32(data: bytes) -> npt.NDArray[np.uint32]:
     """A read-only view of a twin's column."""
     return np.frombuffer(data, dtype="<u4")
@@ -184,6 +195,8 @@ def read_column32(data: bytes) -> npt.NDArray[np.uint32]:
 
 def _packed(typecode: str, values: list[int] | array[int]) -> bytes:
     """Of a list `array` makes the column several times as fast as numpy."""
+    if isinstance(values, array) and values.typecode == typecode and sys.byteorder == "little":
+        return values.tobytes()
     column = array(typecode, values)
     if sys.byteorder == "big":
         column.byteswap()

@@ -6,7 +6,7 @@ from typing import Any
 
 from prefixcache.errors import InvalidArgumentError, NoStorageError
 from prefixcache.rpc import codec
-from prefixcache.rpc.wire import twin
+from prefixcache.rpc._pb import attention_pb2
 from prefixcache.server import checks
 from prefixcache.server.callers import Caller
 from prefixcache.server.daemon import Daemon
@@ -20,16 +20,14 @@ class AttentionService:
     def prefill(self, request: Any, caller: Caller) -> Any:
         if self._engine is None:
             raise NoStorageError
-        response = twin("PrefillResponse")()
-        codec.set_tensor(response.out, self._engine.prefill(*self._arguments(request, caller)))
-        return response
+        out = self._engine.prefill(*self._arguments(request, caller))
+        return codec.TensorReply(attention_pb2.PrefillResponse.OUT_FIELD_NUMBER, out)
 
     def decode(self, request: Any, caller: Caller) -> Any:
         if self._engine is None:
             raise NoStorageError
-        response = twin("DecodeResponse")()
-        codec.set_tensor(response.out, self._engine.decode(*self._arguments(request, caller)))
-        return response
+        out = self._engine.decode(*self._arguments(request, caller))
+        return codec.TensorReply(attention_pb2.DecodeResponse.OUT_FIELD_NUMBER, out)
 
     def _arguments(self, request: Any, caller: Caller) -> Any:
         batch = request.batch
