@@ -3,7 +3,7 @@
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .SUFFIXES:
-.PHONY: help venv venv-demo test test-slow chaos chaos-short promtool gpu sanitize kernels-aot oracle demo demo-interpreted wheel lint format proto clean distclean
+.PHONY: help venv venv-demo test test-slow chaos chaos-short promtool browser gpu sanitize kernels-aot oracle demo demo-interpreted wheel lint format proto clean distclean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -49,6 +49,9 @@ $(CURDIR)/.promtool/usr/bin/promtool:
 	@rm -rf .promtool && mkdir .promtool
 	@cd .promtool && apt-get --quiet=2 download prometheus && dpkg --extract prometheus_*.deb . \
 		&& rm prometheus_*.deb || { echo "no promtool: put one on PATH" >&2; exit 1; }
+
+browser: venv ## look at the status page in headless Chromium, which is on PATH or CHROMIUM
+	$(PYTEST) -m browser
 
 gpu: venv ## all checks that need a CUDA device
 	$(PYTEST) -m gpu

@@ -462,8 +462,8 @@ class MetricsSection(Section):
 
     metrics_listen: str | None = _setting(
         None,
-        "Address that answers HTTP with Prometheus metrics (/metrics), /healthz and /readyz: "
-        "host:port, [ipv6]:port or unix:/path. Left out, there is none.",
+        "Address that answers HTTP with Prometheus metrics (/metrics), a status page (/), /healthz "
+        "and /readyz: host:port, [ipv6]:port or unix:/path. Left out, there is none.",
     )
 
     @property

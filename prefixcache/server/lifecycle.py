@@ -29,6 +29,7 @@ from prefixcache.server.gate import Gate
 from prefixcache.server.logs import configure_logs
 from prefixcache.server.model_layout import layout_of
 from prefixcache.server.open_files import raise_limit
+from prefixcache.server.overview import Observer
 from prefixcache.server.peer_tickets import peer_socket_path
 from prefixcache.server.record_file import RecordFile
 from prefixcache.server.recorder import Recorder
@@ -68,13 +69,16 @@ def run(config: ServeConfig, read_config: Callable[[], ServeConfig]) -> int:
         server = RpcServer(daemon, max_workers=config.network.max_workers, access=gate.access)
         addresses = config.network.addresses or (default_listen_address(os.environ),)
         bound = [_listen(server, gate, address, resources) for address in addresses]
-        metrics = _listen_for_metrics(config.metrics.address, daemon, server, resources)
+        observer = Observer(daemon, server.call_counts, lambda: server.is_serving)
+        metrics = _listen_for_metrics(config.metrics.address, daemon, server, observer, resources)
         gate.start()
         _settle_objects()
         if recorder is not None:
             recorder.start()
         server.start()
-        sweeper = Sweeper(daemon.sequences, config.cache.owner_ttl, server.cut_stale_streams)
+        sweeper = Sweeper(
+            daemon.sequences, config.cache.owner_ttl, partial(_do_regularly, server, observer)
+        )
         sweeper.start()
         resources.callback(sweeper.stop)
         for warning in config.warnings:
@@ -94,6 +98,11 @@ def run(config: ServeConfig, read_config: Callable[[], ServeConfig]) -> int:
         # The interpreter would wait for the threads of the calls that were cut.
         os._exit(0)
     return 0
+
+
+def _do_regularly(server: RpcServer, observer: Observer) -> None:
+    server.cut_stale_streams()
+    observer.tick()
 
 
 def _wait_for_end(signals: Signals, reload: Reload, manager: ServiceManager, status: str) -> None:
@@ -236,19 +245,25 @@ def _listen(server: RpcServer, gate: Gate, address: Address, resources: ExitStac
 
 
 def _listen_for_metrics(
-    address: Address | None, daemon: Daemon, server: RpcServer, resources: ExitStack
+    address: Address | None,
+    daemon: Daemon,
+    server: RpcServer,
+    observer: Observer,
+    resources: ExitStack,
 ) -> str | None:
-    """Serve metrics until the daemon ends, its drain included; returns where."""
+    """Serve metrics and a status page until the daemon ends, its drain included; returns where."""
     if address is None:
         return None
     from prefixcache.server.metrics import make_registry
     from prefixcache.server.metrics_http import MetricsServer
+    from prefixcache.server.status_page import make_pages
 
     claim = None
     if isinstance(address, UnixAddress):
         claim = _claim(address, "metrics_listen", resources)
     registry = make_registry(daemon, server.call_counts)
-    metrics = MetricsServer(address, registry, lambda: server.is_serving)
+    pages = make_pages(observer)
+    metrics = MetricsServer(address, registry, lambda: server.is_serving, pages)
     resources.callback(metrics.close)
     if claim is not None:
         claim.open_to_group()

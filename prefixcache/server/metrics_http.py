@@ -1,5 +1,7 @@
 """The HTTP of `--metrics-listen`: /metrics for Prometheus, /healthz and /readyz for supervisors.
 
+More pages are given to it.
+
 A server of its own, in one thread with an event loop: a peer that sends or reads slowly costs a
 connection and no thread. A connection carries one GET and has `REQUEST_TIMEOUT_S` for all of it;
 when there are too many, the one that has been open longest is cut. The standard library's server
@@ -12,7 +14,7 @@ import asyncio
 import contextlib
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
 from urllib.parse import parse_qs
@@ -36,10 +38,13 @@ _HEAD_END = b"\r\n\r\n"
 
 
 @dataclass(frozen=True, slots=True)
-class _Reply:
+class Reply:
+    """headers: besides those of every reply; no line breaks."""
+
     status: HTTPStatus
     body: bytes
     content_type: str = "text/plain; charset=utf-8"
+    headers: tuple[tuple[str, str], ...] = ()
 
 
 class MetricsServer:
@@ -47,7 +52,7 @@ class MetricsServer:
 
     address: port 0 lets the kernel choose; `self.address` has the port. is_ready: whether calls
     are served now. Raises InvalidArgumentError if the address cannot be bound; the folder of a
-    Unix socket, and who owns its path, is the caller's business.
+    Unix socket, and who owns its path, is the caller's business. pages: more of them, by path.
     """
 
     def __init__(
@@ -55,11 +60,13 @@ class MetricsServer:
         address: Address,
         registry: CollectorRegistry,
         is_ready: Callable[[], bool],
+        pages: Mapping[str, Callable[[], Reply]] | None = None,
         *,
         request_timeout_s: float = REQUEST_TIMEOUT_S,
     ) -> None:
         self._registry = registry
         self._is_ready = is_ready
+        self._pages = pages or {}
         self._request_timeout_s = request_timeout_s
         self._open: dict[asyncio.StreamWriter, asyncio.Task[None]] = {}
         self._socket = _bind(address)
@@ -116,7 +123,7 @@ class MetricsServer:
         self._open.pop(writer, None)
         writer.transport.abort()
 
-    async def _answer(self, reader: asyncio.StreamReader) -> _Reply:
+    async def _answer(self, reader: asyncio.StreamReader) -> Reply:
         try:
             head = await reader.readuntil(_HEAD_END)
         except asyncio.LimitOverrunError:
@@ -135,7 +142,7 @@ class MetricsServer:
             _log.exception("metrics failed", target=target)
             return _plain(HTTPStatus.INTERNAL_SERVER_ERROR, "see the daemon's log")
 
-    def _page(self, target: str, headers: list[str]) -> _Reply:
+    def _page(self, target: str, headers: list[str]) -> Reply:
         path, _, query = target.partition("?")
         match path:
             case "/metrics":
@@ -146,17 +153,20 @@ class MetricsServer:
                 return _plain(HTTPStatus.OK, "serving")
             case "/readyz":
                 return _plain(HTTPStatus.SERVICE_UNAVAILABLE, "not serving")
-        return _plain(HTTPStatus.NOT_FOUND, "there are /metrics, /healthz and /readyz")
+        if path in self._pages:
+            return self._pages[path]()
+        there = ", ".join(("/metrics", "/healthz", "/readyz", *self._pages))
+        return _plain(HTTPStatus.NOT_FOUND, f"there are {there}")
 
-    def _metrics(self, names: list[str] | None, headers: list[str]) -> _Reply:
+    def _metrics(self, names: list[str] | None, headers: list[str]) -> Reply:
         """names: of the samples asked for, None for all."""
         registry = self._registry
         collector = registry.restricted_registry(names) if names else registry
         if _accepts_openmetrics(headers):
             body = openmetrics.generate_latest(collector)  # type: ignore[no-untyped-call]
-            return _Reply(HTTPStatus.OK, body, openmetrics.CONTENT_TYPE_LATEST)
+            return Reply(HTTPStatus.OK, body, openmetrics.CONTENT_TYPE_LATEST)
         body = generate_latest(collector)
-        return _Reply(HTTPStatus.OK, body, _PROMETHEUS_TEXT)
+        return Reply(HTTPStatus.OK, body, _PROMETHEUS_TEXT)
 
 
 def _accepts_openmetrics(headers: list[str]) -> bool:
@@ -167,17 +177,18 @@ def _accepts_openmetrics(headers: list[str]) -> bool:
     return False
 
 
-def _plain(status: HTTPStatus, text: str) -> _Reply:
-    return _Reply(status, f"{text}\n".encode())
+def _plain(status: HTTPStatus, text: str) -> Reply:
+    return Reply(status, f"{text}\n".encode())
 
 
-def _encoded(reply: _Reply) -> bytes:
+def _encoded(reply: Reply) -> bytes:
     lines = [
         f"HTTP/1.1 {reply.status.value} {reply.status.phrase}",
         f"Content-Type: {reply.content_type}",
         f"Content-Length: {len(reply.body)}",
         "Allow: GET",
         "Connection: close",
+        *(f"{name}: {value}" for name, value in reply.headers),
     ]
     return "\r\n".join(lines).encode("latin-1") + _HEAD_END + reply.body
 

@@ -16,7 +16,7 @@ def test_metrics_are_served_where_the_log_says(tmp_path: Path) -> None:
     with serving(tmp_path, *MANAGER, *ANY_PORT) as daemon:
         address = logged_until(daemon, "serving metrics")[-1]["address"]
         assert address.startswith("127.0.0.1:") and not address.endswith(":0")
-        for path in ("/metrics", "/healthz", "/readyz"):
+        for path in ("/metrics", "/healthz", "/readyz", "/", "/status.json"):
             assert http_status(address, path) == 200
         daemon.send_signal(signal.SIGTERM)
         assert daemon.wait(timeout=30) == 0
