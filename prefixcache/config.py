@@ -16,6 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
+from urllib.parse import urlsplit
 
 from pydantic import BeforeValidator, Field, SecretStr, model_validator
 from pydantic_settings import (
@@ -52,6 +53,15 @@ Size = Annotated[int, BeforeValidator(parse_size)]
 """Bytes."""
 # NoDecode: pydantic-settings would else expect JSON in the environment.
 StringList = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split_list)]
+
+
+def _is_web_address(text: str) -> bool:
+    try:
+        parts = urlsplit(text)
+        _ = parts.port
+    except ValueError:
+        return False
+    return parts.scheme in ("http", "https") and bool(parts.hostname)
 
 
 def _setting(default: object, text: str, *, unit: str = "", **field: Any) -> Any:
@@ -480,6 +490,24 @@ class MetricsSection(Section):
         return self
 
 
+class TracingSection(Section):
+    title: ClassVar[str] = "Tracing"
+
+    otlp_endpoint: str | None = _setting(
+        None,
+        "URL of an OpenTelemetry collector, such as http://127.0.0.1:4317, that gets a span for "
+        "each call over OTLP. The environment's OTEL_* say the rest. Left out, there are none.",
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.otlp_endpoint is not None and not _is_web_address(self.otlp_endpoint):
+            raise InvalidArgumentError(
+                "--otlp-endpoint", f"is {self.otlp_endpoint!r}, must be http://... or https://..."
+            )
+        return self
+
+
 class RecordSection(Section):
     title: ClassVar[str] = "Record of requests"
 
@@ -530,6 +558,7 @@ class ServeConfig:
     sessions: SessionSection
     metrics: MetricsSection
     record: RecordSection
+    tracing: TracingSection
     process: ProcessSection
 
     def __post_init__(self) -> None:

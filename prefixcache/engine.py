@@ -7,6 +7,7 @@ keep the blocks in place. Safe to call from many threads.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import TypeAlias
 
 import numpy as np
@@ -36,11 +37,20 @@ NewTokens: TypeAlias = tuple[HostTensor, HostTensor, HostTensor | None]
 
 
 class Engine:
-    """Prefill, Decode and Append over K/V memory."""
+    """Prefill, Decode and Append over K/V memory.
 
-    def __init__(self, sequences: Sequences, memory: PoolMemory) -> None:
+    around_kernels: entered while the kernels of a call run and their output comes to the host.
+    """
+
+    def __init__(
+        self,
+        sequences: Sequences,
+        memory: PoolMemory,
+        around_kernels: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
         self._sequences = sequences
         self._batches = StepBatches(memory.layout.block_size)
+        self._around_kernels = around_kernels
         self.memory = memory
 
     def append(
@@ -132,8 +142,9 @@ class Engine:
                 columns[2],
                 [row.first_writable for row in ticket.rows],
             )
-            write_kv(cache, k, v, batch.slot_mapping)
-            out = _to_host(attend(q, cache, batch, options))
+            with self._around_kernels():
+                write_kv(cache, k, v, batch.slot_mapping)
+                out = _to_host(attend(q, cache, batch, options))
             written = True
         finally:
             with self._sequences.lock:

@@ -308,6 +308,11 @@ def test_a_bad_address_for_metrics_is_refused_by_its_flag(address: str) -> None:
     assert refusal({**MINIMAL, "metrics_listen": address}).field == "--metrics-listen"
 
 
+@pytest.mark.parametrize("url", ["127.0.0.1:4317", "ftp://host", "http://", "http://host:port", ""])
+def test_a_collector_is_given_as_a_url(url: str) -> None:
+    assert refusal({**MINIMAL, "otlp_endpoint": url}).field == "--otlp-endpoint"
+
+
 @pytest.mark.parametrize(("seed", "num_warnings"), [("x" * 15, 1), ("x" * 16, 0)])
 def test_a_short_seed_draws_a_warning(seed: str, num_warnings: int) -> None:
     assert len(config_with(hash_seed=seed).warnings) == num_warnings

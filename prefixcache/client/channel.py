@@ -14,6 +14,7 @@ import grpc.aio
 
 from prefixcache.address import Address, parse_address
 from prefixcache.client.credentials import Bearer
+from prefixcache.client.trace_context import with_trace
 from prefixcache.errors import InvalidArgumentError
 from prefixcache.rpc import wire
 
@@ -129,5 +130,8 @@ def make_stubs(channel: Any, bearer: Bearer) -> dict[str, Any]:
             request_serializer=request.SerializeToString,
             response_deserializer=response.FromString,
         )
+        if not method.is_stream:
+            # A stream outlives the span that opens it, and its messages belong to others.
+            stub = with_trace(stub)
         stubs[method.name] = bearer.on(stub, is_stream=method.is_stream)
     return stubs

@@ -10,6 +10,7 @@ import hashlib
 import secrets
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -86,7 +87,7 @@ class LimitOptions:
 class Daemon:
     """Everything that the servicers need. `is_draining` refuses new sequences.
 
-    on_allocated: see `Sequences`.
+    on_allocated: see `Sequences`. around_kernels: see `Engine`.
 
     Raises InvalidArgumentError if a reply with all block ids is larger than a message may be: a
     reply that cannot be sent would leave its caller with blocks that it does not know of.
@@ -101,6 +102,7 @@ class Daemon:
         *,
         clock: Callable[[], float] = time.monotonic,
         on_allocated: Callable[[Prompt, CacheUse, bool], None] | None = None,
+        around_kernels: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         model, limits = model or ModelOptions(), limits or LimitOptions()
         session_limits = session_limits or SessionLimits()
@@ -128,7 +130,7 @@ class Daemon:
             clock=clock,
             on_allocated=on_allocated,
         )
-        self.engine = self._make_engine(model, cache.num_blocks)
+        self.engine = self._make_engine(model, cache.num_blocks, around_kernels)
         self.info = self._make_info(cache, model, _limits_message(limits, session_limits), verify)
 
     def uptime_s(self) -> float:
@@ -139,14 +141,19 @@ class Daemon:
         if self.engine is not None:
             self.engine.memory.close()
 
-    def _make_engine(self, model: ModelOptions, num_blocks: int) -> Engine | None:
+    def _make_engine(
+        self,
+        model: ModelOptions,
+        num_blocks: int,
+        around_kernels: Callable[[], AbstractContextManager[object]],
+    ) -> Engine | None:
         if model.layout is None:
             return None
         from prefixcache.engine import Engine
         from prefixcache.storage.pool_memory import PoolMemory
 
         memory = PoolMemory(model.layout, num_blocks, model.device, model.scales)
-        return Engine(self.sequences, memory)
+        return Engine(self.sequences, memory, around_kernels)
 
     def _make_info(
         self, cache: CacheOptions, model: ModelOptions, limits: cache_pb2.Limits, verify: bool

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
-from typing import Any, NoReturn
+from typing import Any
 
 import grpc
 import structlog
@@ -27,18 +27,18 @@ from prefixcache.errors import (
     PrefixCacheError,
 )
 from prefixcache.rpc import wire
-from prefixcache.rpc.status import status_code, to_status
 from prefixcache.server.access import Access, StreamCaller
 from prefixcache.server.arrivals import Arrivals
 from prefixcache.server.call_counts import CallCounts
 from prefixcache.server.callers import Caller, needed_role
+from prefixcache.server.calls import Call, Observers, Rpc
 from prefixcache.server.replies import Replies
 from prefixcache.server.streams import Streams
 from prefixcache.server.workers import Workers
 
 _log = structlog.get_logger(__name__)
 
-_Answer = Callable[..., Any]
+_Answer = Callable[[bytes, Call], bytes]
 _OpenStream = Callable[[Callable[[], object], Caller], AbstractContextManager[Callable[[Any], Any]]]
 _Admit = Callable[[grpc.ServicerContext], Caller]
 _AdmitStream = Callable[[grpc.ServicerContext], AbstractContextManager[StreamCaller]]
@@ -74,12 +74,14 @@ def add_services(
     transfers: Transfers,
     access: Access,
     call_counts: Mapping[str, CallCounts],
+    observers: Observers,
     boot_id: bytes,
 ) -> None:
     """Register every RPC of the .proto files; services by their short names.
 
     streams: by the RPC's name. They run in threads of their own and not in their service's.
     transfers: gets the other calls. access: says who calls. call_counts: by the RPC's name.
+    observers: are told of all calls.
     """
     by_service: dict[str, dict[str, Any]] = {}
     for method in wire.methods():
@@ -87,19 +89,18 @@ def add_services(
         service, role = services[service_name], needed_role(service_name, method.name)
         name = re.sub(r"(?<!^)(?=[A-Z])", "_", method.name).lower()
         handlers = by_service.setdefault(method.service, {})
-        calls = _Calls(call_counts[method.name], boot_id)
+        counts = call_counts[method.name]
+        rpc = Rpc(method, counts, boot_id, observers.access_log, observers.spans)
         if method.is_stream:
             open_stream = getattr(service.servicer, f"open_{name}")
             admit_stream = partial(access.stream, needed_role=role)
-            stream = _stream_handler(method, open_stream, streams[method.name], admit_stream, calls)
+            stream = _stream_handler(rpc, open_stream, streams[method.name], admit_stream)
             run_in(streams[method.name].workers, stream)
-            handlers[method.name] = grpc.stream_stream_rpc_method_handler(
-                stream, response_serializer=_serialize
-            )
+            handlers[method.name] = grpc.stream_stream_rpc_method_handler(stream)
         else:
-            answer = _answer(method, getattr(service.servicer, name), calls)
+            answer = _answer(rpc, getattr(service.servicer, name))
             admit = partial(access.caller, needed_role=role)
-            handler = _handler(answer, service.workers, transfers, admit, calls)
+            handler = _handler(rpc, answer, service.workers, transfers, admit)
             run_in(service.workers, handler)
             # As a stream of one request, which does not cost more: gRPC would else wait for the
             # request by itself, without a limit.
@@ -116,90 +117,82 @@ def run_in(workers: ThreadPoolExecutor, handler: Callable[..., Any]) -> None:
     handler.experimental_thread_pool = workers  # type: ignore[attr-defined]
 
 
-@dataclass(frozen=True, slots=True)
-class _Calls:
-    """How the calls of one RPC end: all of them are counted, and the refused ones get a status."""
-
-    counts: CallCounts
-    boot_id: bytes
-
-    def abort(
-        self, context: grpc.ServicerContext, error: PrefixCacheError, duration_s: float = 0.0
-    ) -> NoReturn:
-        self.counts.add(duration_s, status_code(error).name)
-        context.abort_with_status(to_status(error, self.boot_id))
-
-
 def _handler(
-    answer: _Answer, workers: Workers, transfers: Transfers, admit: _Admit, calls: _Calls
+    rpc: Rpc, answer: _Answer, workers: Workers, transfers: Transfers, admit: _Admit
 ) -> Callable[[Iterator[bytes], grpc.ServicerContext], bytes]:
     def handle(requests: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
-        refusal = workers.refusal()
-        if refusal is not None:
-            calls.abort(context, refusal)
-        try:
-            caller = admit(context)
-        except PrefixCacheError as error:
-            calls.abort(context, error)
-        data = transfers.arrivals.request(requests, context)
-        if data is None:
-            calls.abort(context, InvalidArgumentError("request", "is missing"))
-        # Its caller may have given up while it waited for a worker: done now, an Allocate would
-        # make a sequence that nobody knows of. gRPC reports a passed deadline a little late.
-        if context.time_remaining() == 0:
-            calls.abort(context, DeadlineExceededError("the deadline passed in the queue"))
-        if not context.is_active():
-            calls.abort(context, CancelledCallError("the call has ended before it began"))
-        reply = _serialize(answer(data, context, caller))
-        transfers.replies.leaves(context, len(reply))
-        return reply
+        with Call(rpc, context, workers.queue_s()) as call:
+            refusal = workers.refusal()
+            if refusal is not None:
+                call.abort(refusal)
+            try:
+                call.caller = admit(context)
+            except PrefixCacheError as error:
+                call.abort(error)
+            data = transfers.arrivals.request(requests, context)
+            if data is None:
+                call.abort(InvalidArgumentError("request", "is missing"))
+            # Its caller may have given up while it waited for a worker: done now, an Allocate
+            # would make a sequence that nobody knows of. gRPC reports a passed deadline a little
+            # late.
+            if context.time_remaining() == 0:
+                call.abort(DeadlineExceededError("the deadline passed in the queue"))
+            if not context.is_active():
+                call.abort(CancelledCallError("the call has ended before it began"))
+            reply = answer(data, call)
+            transfers.replies.leaves(context, len(reply))
+            return reply
 
     return handle
 
 
 def _stream_handler(
-    method: wire.Method,
-    open_stream: _OpenStream,
-    streams: Streams,
-    admit: _AdmitStream,
-    calls: _Calls,
-) -> Callable[[Iterator[bytes], grpc.ServicerContext], Iterator[Any]]:
-    def handle(requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[Any]:
+    rpc: Rpc, open_stream: _OpenStream, streams: Streams, admit: _AdmitStream
+) -> Callable[[Iterator[bytes], grpc.ServicerContext], Iterator[bytes]]:
+    def handle(requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         try:
             with (
                 admit(context) as known,
                 streams.opened(),
-                open_stream(context.cancel, known.caller) as call,
+                open_stream(context.cancel, known.caller) as answer_request,
             ):
-                answer = _answer(method, call, calls)
+                answer = _answer(rpc, lambda request, caller: answer_request(request))
                 for data in requests:
                     known.check()
                     # gRPC asks for the next answer once this one has left.
                     with streams.answering():
-                        yield answer(data, context)
+                        with Call(rpc, context) as call:
+                            call.caller = known.caller
+                            reply = answer(data, call)
+                        yield reply
         except PrefixCacheError as error:
-            calls.abort(context, error)
+            with Call(rpc, context) as call:
+                call.abort(error)
 
     return handle
 
 
-def _answer(method: wire.Method, call: Callable[..., Any], calls: _Calls) -> _Answer:
-    """One message in, one out, or the call is aborted. A stream's call knows its caller."""
-    takes_context = "context" in inspect.signature(call).parameters
-    reader = wire.RequestReader(method)
+def _answer(rpc: Rpc, servicer_call: Callable[..., Any]) -> _Answer:
+    """One message in, one out, or the call is aborted."""
+    takes_context = "context" in inspect.signature(servicer_call).parameters
+    reader = wire.RequestReader(rpc.method)
 
-    def answer(data: bytes, context: grpc.ServicerContext, *caller: Caller) -> Any:
+    def answer(data: bytes, call: Call) -> bytes:
+        call.num_bytes_in = len(data)
         started_s = perf_counter()
         try:
-            request = _parse(method, reader, data)
-            reply = call(request, *caller, context) if takes_context else call(request, *caller)
+            call.request = _parse(rpc.method, reader, data)
+            context = (call.context,) if takes_context else ()
+            call.reply = servicer_call(call.request, call.caller, *context)
         except PrefixCacheError as error:
-            calls.abort(context, error, perf_counter() - started_s)
+            call.abort(error, perf_counter() - started_s)
         except Exception:  # noqa: BLE001 - the border: whatever it is, the call gets a status
-            _log.exception("rpc failed", method=method.path)
+            _log.exception("rpc failed")
             internal = InternalError("internal error, see the daemon's log")
-            calls.abort(context, internal, perf_counter() - started_s)
-        calls.counts.add(perf_counter() - started_s)
+            call.abort(internal, perf_counter() - started_s)
+        call.ended(perf_counter() - started_s)
+        reply = _serialize(call.reply)
+        call.num_bytes_out = len(reply)
         return reply
 
     return answer

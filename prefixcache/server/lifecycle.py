@@ -8,10 +8,11 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import structlog
 
@@ -24,6 +25,7 @@ from prefixcache.address import (
 from prefixcache.config import ServeConfig
 from prefixcache.core.sessions import SessionLimits
 from prefixcache.errors import InvalidArgumentError
+from prefixcache.server.calls import AccessLog, Observers
 from prefixcache.server.daemon import CacheOptions, Daemon, LimitOptions, ModelOptions
 from prefixcache.server.gate import Gate
 from prefixcache.server.logs import configure_logs
@@ -43,6 +45,9 @@ from prefixcache.server.watchdog import Watchdog
 from prefixcache.storage.fixed_scales import FixedScales, read_scale_file
 from prefixcache.storage.layout import Layout, num_blocks_for_memory
 
+if TYPE_CHECKING:
+    from prefixcache.server.tracing import Tracing
+
 _log = structlog.get_logger(__name__)
 
 
@@ -52,21 +57,28 @@ def run(config: ServeConfig, read_config: Callable[[], ServeConfig]) -> int:
     SIGHUP calls `read_config`, and puts in force what can be changed. Raises InvalidArgumentError,
     naming the flag, if the daemon cannot be made as configured.
     """
-    configure_logs(config.process.log_format, config.process.log_level)
+    access_log = AccessLog()
+    _prepare_logs(access_log, config)()
     reload = Reload(config, read_config)
-    reload.add(_prepare_logs, "log_format", "log_level")
+    reload.add(partial(_prepare_logs, access_log), "log_format", "log_level")
     manager = ServiceManager.from_environment(os.environ)
     raise_limit(config.limits.max_connections)
     with obeyed_signals() as signals, ExitStack() as resources:
         recorder = _make_recorder(config)
         if recorder is not None:
             resources.callback(recorder.close)
-        daemon = make_daemon(config, recorder)
+        tracing = _make_tracing(config.tracing.otlp_endpoint, resources)
+        daemon = make_daemon(config, recorder, tracing)
         resources.callback(daemon.close)
         gate = Gate(config.access, daemon.sequences)
         resources.callback(gate.close)
         reload.add(gate.prepare, "auth", "tls_cert", "tls_key", "tls_client_ca")
-        server = RpcServer(daemon, max_workers=config.network.max_workers, access=gate.access)
+        server = RpcServer(
+            daemon,
+            max_workers=config.network.max_workers,
+            access=gate.access,
+            observers=Observers(access_log, tracing),
+        )
         addresses = config.network.addresses or (default_listen_address(os.environ),)
         bound = [_listen(server, gate, address, resources) for address in addresses]
         observer = Observer(daemon, server.call_counts, lambda: server.is_serving)
@@ -114,8 +126,29 @@ def _wait_for_end(signals: Signals, reload: Reload, manager: ServiceManager, sta
         manager.ready(status)
 
 
-def _prepare_logs(config: ServeConfig) -> Callable[[], None]:
-    return partial(configure_logs, config.process.log_format, config.process.log_level)
+def _prepare_logs(access_log: AccessLog, config: ServeConfig) -> Callable[[], None]:
+    def apply() -> None:
+        configure_logs(config.process.log_format, config.process.log_level)
+        access_log.is_on = config.process.log_level == "debug"
+
+    return apply
+
+
+def _make_tracing(endpoint: str | None, resources: ExitStack) -> Tracing | None:
+    """Spans to a collector, until the daemon ends, its drain included."""
+    if endpoint is None:
+        return None
+    try:
+        from prefixcache.server.tracing import Tracing, make_exporter
+
+        exporter = make_exporter(endpoint, os.environ)
+    except ModuleNotFoundError as error:
+        raise InvalidArgumentError(
+            "--otlp-endpoint", f"needs {error.name}: pip install 'prefixcache[tracing]'"
+        ) from error
+    tracing = Tracing(exporter)
+    resources.callback(tracing.close)
+    return tracing
 
 
 def _make_recorder(config: ServeConfig) -> Recorder | None:
@@ -125,10 +158,12 @@ def _make_recorder(config: ServeConfig) -> Recorder | None:
     return Recorder(RecordFile(record.record, record.record_limit), config.pool.block_size)
 
 
-def make_daemon(config: ServeConfig, recorder: Recorder | None = None) -> Daemon:
+def make_daemon(
+    config: ServeConfig, recorder: Recorder | None = None, tracing: Tracing | None = None
+) -> Daemon:
     """The daemon that a configuration describes, with its memory allocated."""
     try:
-        return _make_daemon(config, recorder)
+        return _make_daemon(config, recorder, tracing)
     except InvalidArgumentError as error:
         if error.field != "num_blocks" or config.pool.num_blocks is not None:
             raise
@@ -137,7 +172,7 @@ def make_daemon(config: ServeConfig, recorder: Recorder | None = None) -> Daemon
         raise InvalidArgumentError("--memory", problem) from error
 
 
-def _make_daemon(config: ServeConfig, recorder: Recorder | None) -> Daemon:
+def _make_daemon(config: ServeConfig, recorder: Recorder | None, tracing: Tracing | None) -> Daemon:
     if config.pool.storage != "none":
         prepare_torch(config.process.threads)
     model = _model_options(config)
@@ -172,6 +207,7 @@ def _make_daemon(config: ServeConfig, recorder: Recorder | None) -> Daemon:
             max_owners=config.limits.max_owners,
         ),
         on_allocated=None if recorder is None else recorder.add,
+        around_kernels=nullcontext if tracing is None else tracing.attention,
     )
 
 

@@ -9,6 +9,8 @@ from contextlib import suppress
 
 import structlog
 
+from prefixcache.server.calls import add_call_fields
+
 
 def configure_logs(log_format: str, level: str) -> None:
     """log_format: "console", "json", or "auto" (console on a terminal). level: a logging name.
@@ -25,7 +27,7 @@ def configure_logs(log_format: str, level: str) -> None:
         )
     )
     processors: list[structlog.types.Processor] = [
-        structlog.contextvars.merge_contextvars,
+        add_call_fields,
         structlog.processors.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
     ]

@@ -23,6 +23,7 @@ from prefixcache.server.arrivals import Arrivals
 from prefixcache.server.attention_service import AttentionService
 from prefixcache.server.cache_service import CacheService
 from prefixcache.server.call_counts import CallCounts
+from prefixcache.server.calls import Observers
 from prefixcache.server.daemon import MAX_STREAMS_PER_CONNECTION, Daemon
 from prefixcache.server.handlers import Service, Transfers, add_services, run_in
 from prefixcache.server.health_service import HealthService
@@ -74,11 +75,18 @@ class RpcServer:
     max_workers: calls that run at the same time, and as many Prefill and Decode calls; more of
     them wait, within limits. Attention has threads of its own, so that a long one delays no lookup
     and no health check, and so have streams: one that its client forgot takes none from the calls.
-    access: says who calls; by default anyone may do anything.
+    access: says who calls; by default anyone may do anything. observers: are told of each call.
     `call_counts` are by the RPC's name; `is_serving` is true from `start` to `stop`.
     """
 
-    def __init__(self, daemon: Daemon, *, max_workers: int, access: Access | None = None) -> None:
+    def __init__(
+        self,
+        daemon: Daemon,
+        *,
+        max_workers: int,
+        access: Access | None = None,
+        observers: Observers | None = None,
+    ) -> None:
         self._access = access or OpenAccess()
         self._daemon = daemon
         self._num_ended = 0
@@ -116,6 +124,7 @@ class RpcServer:
             Transfers(self._arrivals, self._replies),
             self._access,
             self.call_counts,
+            observers or Observers(),
             daemon.boot_id,
         )
         self._health.add_to(self._server)

@@ -34,7 +34,8 @@ class WorkQueueLimits(NamedTuple):
     max_wait_s: float = math.inf
 
 
-_Work = tuple[Future[Any], Callable[[], Any]]
+_Work = tuple[Future[Any], Callable[[], Any], float]
+"""With the time at which it was submitted."""
 _Mailbox = SimpleQueue[_Work | None]
 """Of one thread, which ends at None."""
 
@@ -74,7 +75,7 @@ class Workers(ThreadPoolExecutor):
         self._num_ended = 0
         self._num_lent = 0
         self._idle: list[_Mailbox] = []
-        self._waiting: deque[tuple[float, _Work]] = deque()
+        self._waiting: deque[_Work] = deque()
         self._is_shut = False
 
     @property
@@ -89,7 +90,7 @@ class Workers(ThreadPoolExecutor):
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         """Raises RuntimeError after `shutdown`."""
-        work: _Work = Future(), partial(fn, *args, **kwargs)
+        work: _Work = Future(), partial(fn, *args, **kwargs), self._clock()
         with self._guard:
             if self._is_shut:
                 raise RuntimeError(f"the threads {self._name} were shut down")
@@ -99,7 +100,7 @@ class Workers(ThreadPoolExecutor):
             elif self._has_place():
                 self._start(work)
             elif len(self._waiting) < self._limits.max_waiting:
-                self._waiting.append((self._clock(), work))
+                self._waiting.append(work)
             else:
                 self._refuse(work, TooManyCallsError(self._limits.max_waiting))
         return work[0]
@@ -109,13 +110,16 @@ class Workers(ThreadPoolExecutor):
         refusal: PrefixCacheError | None = getattr(self._of_thread, "refusal", None)
         return refusal
 
+    def queue_s(self) -> float:
+        """How long the work that this thread has just begun waited for it."""
+        return self._clock() - float(self._of_thread.submitted_s)
+
     def refuse_late(self) -> None:
         """Refuse what has waited too long. To be called now and then."""
         oldest_s = self._clock() - self._limits.max_wait_s
         with self._guard:
-            while self._waiting and self._waiting[0][0] <= oldest_s:
-                work = self._waiting.popleft()[1]
-                self._refuse(work, WaitedTooLongError(self._limits.max_wait_s))
+            while self._waiting and self._waiting[0][2] <= oldest_s:
+                self._refuse(self._waiting.popleft(), WaitedTooLongError(self._limits.max_wait_s))
 
     @contextmanager
     def lent_place(self) -> Iterator[None]:
@@ -123,7 +127,7 @@ class Workers(ThreadPoolExecutor):
         with self._guard:
             self._num_lent += 1
             if self._waiting:
-                self._start(self._waiting.popleft()[1])
+                self._start(self._waiting.popleft())
         try:
             yield
         finally:
@@ -140,7 +144,7 @@ class Workers(ThreadPoolExecutor):
         with self._guard:
             self._is_shut = True
             while cancel_futures and self._waiting:
-                self._waiting.popleft()[1][0].cancel()
+                self._waiting.popleft()[0].cancel()
             while self._idle:
                 self._idle.pop().put(None)
             started = list(self._started)
@@ -164,7 +168,7 @@ class Workers(ThreadPoolExecutor):
     def _run(self, mailbox: _Mailbox) -> None:
         while (work := mailbox.get()) is not None:
             while work is not None:
-                _do(*work)
+                self._do(work)
                 work = self._next(mailbox)
 
     def _next(self, mailbox: _Mailbox) -> _Work | None:
@@ -172,7 +176,7 @@ class Workers(ThreadPoolExecutor):
         with self._guard:
             self._num_ended += 1
             if self._waiting:
-                return self._waiting.popleft()[1]
+                return self._waiting.popleft()
             if self._is_shut:
                 mailbox.put(None)
             elif len(self._started) > self._num_threads + self._num_lent:
@@ -190,15 +194,15 @@ class Workers(ThreadPoolExecutor):
 
     def _do_as_refused(self, work: _Work, refusal: PrefixCacheError) -> None:
         self._of_thread.refusal = refusal
-        _do(*work)
+        self._do(work)
 
-
-def _do(future: Future[Any], call: Callable[[], Any]) -> None:
-    if not future.set_running_or_notify_cancel():
-        return
-    try:
-        result = call()
-    except BaseException as error:  # noqa: BLE001 - it is the caller's, who has the future
-        future.set_exception(error)
-    else:
-        future.set_result(result)
+    def _do(self, work: _Work) -> None:
+        future, call, self._of_thread.submitted_s = work
+        if not future.set_running_or_notify_cancel():
+            return
+        try:
+            result = call()
+        except BaseException as error:  # noqa: BLE001 - it is the caller's, who has the future
+            future.set_exception(error)
+        else:
+            future.set_result(result)

@@ -50,6 +50,7 @@ NOT_DEFAULT: dict[str, object] = {
     "max_sequences": 6,
     "reconnect_grace": 0.25,
     "metrics_listen": "127.0.0.1:9464",
+    "otlp_endpoint": "http://127.0.0.1:4317",
     "record_limit": "2000000",
     "threads": 2,
     "drain_timeout": 1.5,

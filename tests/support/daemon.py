@@ -5,17 +5,22 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from prefixcache.core.sequence import Prompt
 from prefixcache.core.sessions import SessionLimits
 from prefixcache.server.access import Access
+from prefixcache.server.calls import Observers
 from prefixcache.server.daemon import CacheOptions, Daemon, LimitOptions, ModelOptions
 from prefixcache.server.rpc_server import RpcServer
 from prefixcache.server.sweeper import Sweeper
 from prefixcache.types import CacheUse
+
+if TYPE_CHECKING:
+    from prefixcache.server.tracing import Tracing
 
 
 @dataclass(frozen=True)
@@ -45,10 +50,20 @@ def running_daemon(
     access: Access | None = None,
     clock: Callable[[], float] = time.monotonic,
     on_allocated: Callable[[Prompt, CacheUse, bool], None] | None = None,
+    tracing: Tracing | None = None,
 ) -> Iterator[RunningDaemon]:
     """Nothing sweeps it but `RunningDaemon.sweep`."""
-    daemon = Daemon(cache, model, limits, session_limits, clock=clock, on_allocated=on_allocated)
-    server = RpcServer(daemon, max_workers=max_workers, access=access)
+    daemon = Daemon(
+        cache,
+        model,
+        limits,
+        session_limits,
+        clock=clock,
+        on_allocated=on_allocated,
+        around_kernels=nullcontext if tracing is None else tracing.attention,
+    )
+    observers = Observers(spans=tracing)
+    server = RpcServer(daemon, max_workers=max_workers, access=access, observers=observers)
     with tempfile.TemporaryDirectory() as folder:
         target = server.listen(f"unix:{Path(folder) / 'prefixcache.sock'}")
         server.start()
