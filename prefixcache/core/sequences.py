@@ -180,7 +180,8 @@ class Sequences:
             self.counters.allocation_refused += 1
             self.tenants.count_refusal(account)
             raise error.naming(self._holders.largest(account)) from None
-        self.pool.acquire(plan.hits, account)
+        if prompt.chain is not None and cache_use.reads:
+            self.pool.acquire_hits(plan.hits, prompt.chain, account)
         new_blocks = self.pool.take(plan.num_blocks - len(plan.hits), account)
         block_ids = np.concatenate((plan.hits, new_blocks))
 

@@ -121,7 +121,7 @@ class Daemon:
         self.clock = clock
         self._started_s = clock()
         self.sequences = Sequences(
-            Pool(cache.num_blocks, cache.block_size, verify, algorithm.digest_bytes),
+            Pool(cache.num_blocks, cache.block_size, verify, algorithm.digest_bytes, clock=clock),
             hasher,
             num_layers=model.layout.num_layers if model.layout else 1,
             caching=cache.prefix_caching,

@@ -115,6 +115,30 @@ cdef extern from "accounts.h" nogil:
         account_book *book, int32_t number, int64_t num_blank, int64_t count, int32_t *blocks
     )
 
+cdef extern from "block_ages.h" nogil:
+    enum:
+        AGES_MAX_BOUNDS
+        GHOST_WAYS
+    ctypedef struct block_times:
+        pass
+    ctypedef struct age_counts:
+        int64_t *counts
+        int64_t sum
+    ctypedef struct block_ages:
+        block_times *times
+        uint64_t *ghosts
+        uint64_t num_sets
+        uint32_t *bounds
+        age_counts lifetime, idle, reuse_gap, evict_to_reuse
+    void age_add(const block_ages *ages, age_counts *counts, uint32_t age)
+    void ghost_prefetch(const block_ages *ages, const uint8_t *digest)
+    int64_t ghost_age(const block_ages *ages, const uint8_t *digest, uint32_t now)
+    void ages_register(block_ages *ages, int32_t block, uint32_t now)
+    void ages_take_over(block_ages *ages, int32_t heir, int32_t block)
+    void ages_use(block_ages *ages, int32_t block, uint32_t now)
+    void ages_hit(block_ages *ages, int32_t block, uint32_t now)
+    void ages_evict(block_ages *ages, int32_t block, const uint8_t *digest, uint32_t now)
+
 cdef enum:
     PLAIN = 0
     REGISTERED = 1
@@ -138,10 +162,13 @@ cdef class Pool:
     cdef bint _verifies
     cdef contents _contents
     cdef dict _extra_keys
+    cdef block_ages _ages
+    cdef object _clock
+    cdef double _made_at_s
 
     cdef void *_zeros(self, Py_ssize_t count, object dtype) except NULL
     cdef void *_address(self, object column) except NULL
-    cdef void take_into(self, int32_t *blocks, Py_ssize_t count, int32_t account)
+    cdef int take_into(self, int32_t *blocks, Py_ssize_t count, int32_t account) except -1
 
     cdef inline int64_t _num_available(self, int32_t account, int64_t num_reserved) noexcept:
         if not self.keeps_accounts:
@@ -154,12 +181,17 @@ cdef class Pool:
     cdef int _keep_accounts(self) except -1
     cdef int _make_sharers(self, int64_t count) except -1
     cdef int _check_account(self, int32_t account) except -1
+    cdef int _make_ages(self) except -1
+    cdef uint32_t _now(self) except? 0
+    cdef int _miss(self, bytes digests, Py_ssize_t num_hits, uint32_t now) except -1
     cdef int _check(self, int32_t block_id) except -1
     cdef int _check_all(self, const int32_t[::1] block_ids) except -1
     cdef bytes _digests(self, hashes)
-    cdef int _register(self, int32_t block, const uint8_t *digest, int32_t parent) except -1
+    cdef int _register(
+        self, int32_t block, const uint8_t *digest, int32_t parent, uint32_t now
+    ) except -1
     cdef void _prefetch_evictions(self, const int32_t *blocks, Py_ssize_t num_left)
-    cdef void _evict(self, int32_t block)
+    cdef void _evict(self, int32_t block, uint32_t now)
     cdef int64_t _num_equal(self, const int32_t *blocks, int64_t count, chain) except -1
     cdef int _write(self, const int32_t[::1] block_ids, chain) except -1
     cdef bint _shares(self, int32_t block, int32_t holder, int32_t parent) except -1

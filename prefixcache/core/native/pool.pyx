@@ -7,11 +7,12 @@ contents and the accounts are C structs over those columns, each in a header of 
 """
 
 import os
+import time
 
 import numpy as np
 
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
-from libc.stdint cimport INT64_MAX, int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
+from libc.stdint cimport UINT32_MAX, INT64_MAX, int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
 from libc.string cimport memcpy, memset
 
 from prefixcache.core.native.free_queue cimport (
@@ -29,9 +30,16 @@ from prefixcache.core.accounts import AccountUse, HitCounts
 
 cdef int64_t _NO_LIMIT = INT64_MAX
 
+from prefixcache.core.block_ages import BOUNDS_TICKS, TICKS_PER_S, BlockAges, histogram
+from prefixcache.core.block_ages import num_ghost_sets
+
 cdef enum:
     EVICTION_COLUMNS_AHEAD = 16
     EVICTION_SLOTS_AHEAD = 8
+    GHOSTS_AHEAD = 8
+
+cdef double _TICKS_PER_S = TICKS_PER_S
+cdef size_t _SET_BYTES = GHOST_WAYS * sizeof(uint64_t)
 
 
 cdef class Pool:
@@ -43,6 +51,8 @@ cdef class Pool:
         Py_ssize_t block_size,
         bint verify_hits,
         Py_ssize_t digest_bytes=32,
+        *,
+        clock=time.monotonic,
     ):
         if num_blocks < 1 or num_blocks >= 1 << 31 or block_size < 1:
             raise ValueError(f"a pool of {num_blocks} blocks of {block_size} tokens")
@@ -72,6 +82,22 @@ cdef class Pool:
             self._contents.parent = <int64_t *>self._zeros(num_blocks, np.int64)
             self._contents.has_keys = <uint8_t *>self._zeros(num_blocks, np.uint8)
             self._extra_keys = {}
+        self._clock = clock
+        self._made_at_s = clock()
+        self._make_ages()
+
+    cdef int _make_ages(self) except -1:
+        cdef Py_ssize_t index, num_sets = num_ghost_sets(self.num_blocks)
+        assert len(BOUNDS_TICKS) <= AGES_MAX_BOUNDS
+        for index in range(len(BOUNDS_TICKS)):
+            self._ages.bounds[index] = BOUNDS_TICKS[index]
+        self._ages.bounds[len(BOUNDS_TICKS)] = UINT32_MAX
+        self._ages.times = <block_times *>self._zeros(self.num_blocks, np.uint64)
+        self._ages.num_sets = num_sets
+        # One set more than there are: each begins where a line of the cache does.
+        cdef size_t start = <size_t>self._zeros((num_sets + 1) * GHOST_WAYS, np.uint64)
+        self._ages.ghosts = <uint64_t *>((start + _SET_BYTES - 1) // _SET_BYTES * _SET_BYTES)
+        return 0
 
     cdef void *_zeros(self, Py_ssize_t count, object dtype) except NULL:
         return self._address(np.zeros(count, dtype=dtype))
@@ -187,6 +213,19 @@ cdef class Pool:
         self.num_evictable -= num_reused
         self.num_free -= num_reused
 
+    def acquire_hits(self, const int32_t[::1] block_ids, chain, int32_t account=0):
+        """`acquire` for the cached start of a chain that an Allocate asks for.
+
+        That uses those blocks; of the rest of the chain, those that were evicted are observed.
+        """
+        cdef uint32_t now = self._now()
+        cdef Py_ssize_t index
+        self.acquire(block_ids, account)
+        for index in range(block_ids.shape[0]):
+            ages_hit(&self._ages, block_ids[index], now)
+        if self.num_evictions:
+            self._miss(self._digests(chain.hashes), block_ids.shape[0], now)
+
     def take(self, Py_ssize_t count, int32_t account=0):
         """`count` plain blocks with one reference of an account each, in the order of eviction.
 
@@ -201,10 +240,11 @@ cdef class Pool:
         self.take_into(&blocks[0], count, account)
         return taken
 
-    cdef void take_into(self, int32_t *blocks, Py_ssize_t count, int32_t account):
+    cdef int take_into(self, int32_t *blocks, Py_ssize_t count, int32_t account) except -1:
         cdef bint keeps_accounts = self.keeps_accounts
         cdef Py_ssize_t index
         cdef int32_t block
+        cdef uint32_t now = self._now() if self.num_evictable else 0
         if keeps_accounts:
             book_pop(&self._book, account, self.num_free - self.num_evictable, count, blocks)
         else:
@@ -217,10 +257,11 @@ cdef class Pool:
             if self._state[block] == REGISTERED:
                 self.num_evictable -= 1
                 self._state[block] = PLAIN
-                self._evict(block)
+                self._evict(block, now)
             if keeps_accounts:
                 self._book.charge[block] = account
                 self._book.mark[block] = 0
+        return 0
 
     def release(self, const int32_t[::1] block_ids, int32_t account=0):
         """One reference of an account less on each of distinct blocks of a table, last to first.
@@ -236,6 +277,7 @@ cdef class Pool:
         cdef int64_t num_freed = 0, num_registered = 0
         cdef Py_ssize_t index
         self._check_all(block_ids)
+        cdef uint32_t now = self._now()
         self._check_account(account)
         for index in range(block_ids.shape[0] - 1, -1, -1):
             block = block_ids[index]
@@ -251,11 +293,13 @@ cdef class Pool:
             if self._state[block] == REGISTERED:
                 queue_push_tail(queue, block)
                 num_registered += 1
+                ages_use(&self._ages, block, now)
                 continue
             if self._state[block] == STANDBY:
                 self._state[block] = PLAIN
                 ring_remove(&self._rings, block)
                 holder = index_find(&self._index, index_digest(&self._index, block))
+                ages_use(&self._ages, holder, now)
                 if self._refs[holder] == 0:
                     if keeps_accounts:
                         queue = book_queue(&self._book, holder)
@@ -281,16 +325,26 @@ cdef class Pool:
         if len(digests) != count * self.digest_bytes:
             raise ValueError(f"{len(digests)} bytes of hashes for {count} blocks")
         self._check_all(block_ids)
+        cdef uint32_t now = self._now()
         if count and self._verifies:
             self._write(block_ids, chain)
         cdef const uint8_t *digest = <const uint8_t *>PyBytes_AS_STRING(digests)
         for index in range(count):
             index_prefetch(&self._index, digest, count - index)
-            if not self._register(block_ids[index], digest, before):
+            if not self._register(block_ids[index], digest, before, now):
                 return index
             before = block_ids[index]
             digest += self.digest_bytes
         return count
+
+    def ages(self):
+        """What was observed of blocks' ages since the pool was made."""
+        return BlockAges(
+            _histogram(&self._ages.lifetime),
+            _histogram(&self._ages.idle),
+            _histogram(&self._ages.reuse_gap),
+            _histogram(&self._ages.evict_to_reuse),
+        )
 
     def clear(self):
         """Drop every hash. Free cached blocks become blank where they are in the queue.
@@ -307,6 +361,7 @@ cdef class Pool:
         memset(self._rings.after, 0, sizeof(int32_t) * self.num_blocks)
         memset(self._rings.before, 0, sizeof(int32_t) * self.num_blocks)
         memset(self._state, PLAIN, self.num_blocks)
+        memset(self._ages.ghosts, 0, self._ages.num_sets * _SET_BYTES)
         self._index.count = 0
         self.num_evictable = 0
         if self._verifies:
@@ -468,6 +523,26 @@ cdef class Pool:
 
     # ---- inside
 
+    cdef uint32_t _now(self) except? 0:
+        """The present tick, from 1 on."""
+        return <uint32_t>(1 + <int64_t>(_TICKS_PER_S * (<double>self._clock() - self._made_at_s)))
+
+    cdef int _miss(self, bytes digests, Py_ssize_t num_hits, uint32_t now) except -1:
+        """Observe the blocks of a chain, after its hits, that were evicted."""
+        cdef const uint8_t *digest = <const uint8_t *>PyBytes_AS_STRING(digests)
+        cdef Py_ssize_t index, width = self.digest_bytes, count = len(digests) // width
+        cdef int64_t age
+        digest += num_hits * width
+        for index in range(num_hits, count):
+            if index + GHOSTS_AHEAD < count:
+                ghost_prefetch(&self._ages, digest + GHOSTS_AHEAD * width)
+            age = ghost_age(&self._ages, digest, now)
+            # A ghost stays when its block comes back: then this one was not taken for a hit.
+            if age >= 0 and index_find(&self._index, digest) < 0:
+                age_add(&self._ages, &self._ages.evict_to_reuse, <uint32_t>age)
+            digest += width
+        return 0
+
     cdef int _check_account(self, int32_t account) except -1:
         if not 0 <= account < (self._book.count if self.keeps_accounts else 1):
             raise IndexError(f"account {account} of {self.num_accounts}")
@@ -489,7 +564,9 @@ cdef class Pool:
             raise ValueError(f"hashes of {hashes.digest_bytes} bytes, not {self.digest_bytes}")
         return hashes.data
 
-    cdef int _register(self, int32_t block, const uint8_t *digest, int32_t parent) except -1:
+    cdef int _register(
+        self, int32_t block, const uint8_t *digest, int32_t parent, uint32_t now
+    ) except -1:
         """Register one block, or let it stand by; 0 if its hash has other content."""
         cdef uint32_t key = index_key(&self._index, digest)
         cdef uint64_t at = index_slot(&self._index, key, digest)
@@ -505,6 +582,7 @@ cdef class Pool:
                 return 0
             ring_add(&self._rings, holder, block)
             self._state[block] = STANDBY
+        ages_register(&self._ages, block, now)
         memcpy(index_digest(&self._index, block), digest, self.digest_bytes)
         return 1
 
@@ -516,11 +594,14 @@ cdef class Pool:
             __builtin_prefetch(self._state + later)
             __builtin_prefetch(self._refs + later)
             __builtin_prefetch(self._rings.after + later)
+            __builtin_prefetch(self._ages.times + later)
             __builtin_prefetch(index_digest(&self._index, later))
         if num_left > EVICTION_SLOTS_AHEAD:
-            index_prefetch_slot(&self._index, index_digest(&self._index, blocks[EVICTION_SLOTS_AHEAD]))
+            later = blocks[EVICTION_SLOTS_AHEAD]
+            index_prefetch_slot(&self._index, index_digest(&self._index, later))
+            ghost_prefetch(&self._ages, index_digest(&self._index, later))
 
-    cdef void _evict(self, int32_t block):
+    cdef void _evict(self, int32_t block, uint32_t now):
         """The registered block is gone: the longest standing standby takes its place."""
         cdef uint8_t *digest = index_digest(&self._index, block)
         cdef uint32_t key
@@ -531,7 +612,9 @@ cdef class Pool:
             key = index_key(&self._index, digest)
             index_set(&self._index, index_slot(&self._index, key, digest), key, heir)
             self._state[heir] = REGISTERED
+            ages_take_over(&self._ages, heir, block)
         else:
+            ages_evict(&self._ages, block, digest, now)
             index_remove(&self._index, block)
             self.num_evictions += 1
             if self.keeps_accounts:
@@ -582,3 +665,8 @@ cdef class Pool:
             return False
         contents_share(&self._contents, block, holder)
         return True
+
+
+cdef object _histogram(const age_counts *counts):
+    cdef Py_ssize_t index
+    return histogram([counts.counts[index] for index in range(len(BOUNDS_TICKS) + 1)], counts.sum)

@@ -6,13 +6,16 @@ allocations, and the work of a long prompt is a handful of numpy calls.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from prefixcache.core.accounts import AccountUse, HitCounts
+from prefixcache.core.block_ages import TICKS_PER_S, BlockAges
 from prefixcache.core.hashing import Chain
+from prefixcache.core.python.block_ages import Ages
 from prefixcache.core.python.accounts import Accounts
 from prefixcache.core.python.contents import Contents
 from prefixcache.core.python.free_queue import FreeQueue
@@ -26,11 +29,17 @@ class Pool:
 
     verify_hits: also keep token ids, extra keys and parent links, and compare them on every hit,
     so that a hash collision is a miss. Costs 4 bytes a token and 16 a block. digest_bytes: of all
-    hashes.
+    hashes. clock: in seconds, for the ages of blocks.
     """
 
     def __init__(
-        self, num_blocks: int, block_size: int, verify_hits: bool, digest_bytes: int = 32
+        self,
+        num_blocks: int,
+        block_size: int,
+        verify_hits: bool,
+        digest_bytes: int = 32,
+        *,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
@@ -46,6 +55,9 @@ class Pool:
         self._num_evictable = 0
         self._accounts: Accounts | None = None
         self._contents = Contents(num_blocks, block_size) if verify_hits else None
+        self._ages = Ages(num_blocks)
+        self._clock = clock
+        self._made_at_s = clock()
 
     # ---- what it holds
 
@@ -122,6 +134,21 @@ class Pool:
             self._accounts.share(block_ids[~is_free], account)
         self.ref_cnt[block_ids] += 1
 
+    def acquire_hits(self, block_ids: BlockIds, chain: Chain, account: int = 0) -> None:
+        """`acquire` for the cached start of a chain that an Allocate asks for.
+
+        That uses those blocks; of the rest of the chain, those that were evicted are observed.
+        """
+        self.acquire(block_ids, account)
+        now = self._now()
+        if len(block_ids):
+            self._ages.hit(block_ids, now)
+        if self.num_evictions:
+            for block_hash in chain.hashes[len(block_ids) :]:
+                # A ghost stays when its block comes back: then this one was not taken for a hit.
+                if block_hash not in self._index:
+                    self._ages.miss(block_hash, now)
+
     def take(self, count: int, account: int = 0) -> BlockIds:
         """`count` plain blocks with one reference of an account each, in the order of eviction.
 
@@ -164,6 +191,7 @@ class Pool:
             to_tail = self._retire_standbys(freed, states)
         else:
             to_tail = freed[registered]
+        self._ages.use(to_tail, self._now())
         self._num_free += len(freed)
         self._num_evictable += int(np.count_nonzero(registered))
         if self._accounts is None:
@@ -194,6 +222,10 @@ class Pool:
                 done += 1
         return done
 
+    def ages(self) -> BlockAges:
+        """What was observed of blocks' ages since the pool was made."""
+        return self._ages.read()
+
     def clear(self) -> None:
         """Drop every hash. Free cached blocks become blank where they are in the queue.
 
@@ -204,6 +236,7 @@ class Pool:
         self._hash_of = [None] * self.num_blocks
         self._state[:] = PLAIN
         self._num_evictable = 0
+        self._ages.clear()
         if self._contents is not None:
             self._contents.clear()
         if self._accounts is not None:
@@ -281,6 +314,10 @@ class Pool:
 
     # ---- inside
 
+    def _now(self) -> int:
+        """The present tick, from 1 on."""
+        return 1 + int(TICKS_PER_S * (self._clock() - self._made_at_s)) & 2**32 - 1
+
     def _leave_queue(self, evictable: BlockIds) -> None:
         if self._accounts is None:
             self._queue.remove(evictable)
@@ -299,6 +336,7 @@ class Pool:
             count += 1
         registered = block_ids[:count]
         self._state[registered] = REGISTERED
+        self._ages.register(registered, self._now())
         if self._contents is not None and count:
             self._contents.enter(registered, parent)
         return count
@@ -310,31 +348,37 @@ class Pool:
             return False
         self._standbys.setdefault(block_hash, []).append(block)
         self._state[block] = STANDBY
+        self._ages.register(block, self._now())
         self._hash_of[block] = block_hash
         return True
 
     def _evict(self, blocks: list[int]) -> None:
         hash_of, index, standbys = self._hash_of, self._index, self._standbys
+        gone: dict[int, BlockHash] = {}
         for block in blocks:
             block_hash = hash_of[block]
             assert block_hash is not None
             hash_of[block] = None
             if block_hash in standbys:
-                self._promote(block_hash)
+                self._ages.take_over(self._promote(block_hash), block)
             else:
                 del index[block_hash]
+                gone[block] = block_hash
                 self.num_evictions += 1
                 if self._accounts is not None:
                     self._accounts.count_eviction(block)
+        if gone:
+            self._ages.evict(np.array(list(gone), dtype=np.int32), gone.values(), self._now())
 
-    def _promote(self, block_hash: BlockHash) -> None:
-        """The registered block is gone: the longest standing standby takes its place."""
+    def _promote(self, block_hash: BlockHash) -> int:
+        """The registered block is gone: the longest standing standby, returned, takes its place."""
         standbys = self._standbys[block_hash]
         heir = standbys.pop(0)
         if not standbys:
             del self._standbys[block_hash]
         self._index[block_hash] = heir
         self._state[heir] = REGISTERED
+        return heir
 
     def _retire_standbys(self, freed: BlockIds, states: npt.NDArray[np.uint8]) -> BlockIds:
         """What goes to the tail, in turn; standbys among `freed` become plain."""
@@ -352,6 +396,7 @@ class Pool:
                 if not standbys:
                     del self._standbys[block_hash]
                 holder = self._index[block_hash]
+                self._ages.use(holder, self._now())
                 if self.ref_cnt[holder] == 0:
                     self._leave_queue(np.array([holder], dtype=np.int32))
                     to_tail.append(holder)
