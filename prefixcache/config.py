@@ -620,6 +620,6 @@ class ServeConfig:
         if isinstance(metrics, TcpAddress) and not metrics.is_loopback:
             found.append(
                 f"the metrics at {metrics} can be read from other machines; they hold counts and "
-                "names of the model, no prompts"
+                "the names of the model and of tenants, no prompts"
             )
         return tuple(found)

@@ -26,7 +26,9 @@ from prometheus_client.core import (
     Metric,
 )
 
+from prefixcache.core.block_ages import BlockAges
 from prefixcache.core.histogram import Histogram
+from prefixcache.core.tenants import TenantUse
 from prefixcache.rpc._pb import cache_pb2
 from prefixcache.server.call_counts import CallCounts
 from prefixcache.server.daemon import Daemon
@@ -135,6 +137,8 @@ class DaemonCollector:
     def collect(self) -> Iterator[Metric]:
         with self._sequences.lock:
             counts = self._sequences.counts()
+            ages = self._sequences.pool.ages()
+            tenants = self._sequences.tenants.use()
         for family in COUNTERS:
             yield _filled(CounterMetricFamily(PREFIX + family.name, family.help), family, counts)
         for family in GAUGES:
@@ -144,6 +148,8 @@ class DaemonCollector:
             "Referenced blocks as a part of all blocks, 0 to 1.",
             counts["referenced"] / counts["num_blocks"],
         )
+        yield from _age_metrics(ages)
+        yield from _tenant_metrics(tenants)
         yield from _call_metrics(self._call_counts)
         yield from self._constant
 
@@ -164,6 +170,65 @@ def _filled(metric: Metric, family: Family, counts: Mapping[str, int]) -> Metric
         labels = {family.label: value.label} if family.label else {}
         metric.add_sample(name, labels, counts[value.field])
     return metric
+
+
+def _age_metrics(ages: BlockAges) -> Iterator[Metric]:
+    for name, text, ages_of in (
+        (
+            "block_lifetime_seconds",
+            "Age of blocks when they were evicted, since they became findable.",
+            ages.lifetime,
+        ),
+        (
+            "block_idle_before_evict_seconds",
+            "Time from the last use of blocks until they were evicted.",
+            ages.idle_before_evict,
+        ),
+        (
+            "block_reuse_gap_seconds",
+            "Time since the last use of blocks that were hit.",
+            ages.reuse_gap,
+        ),
+        (
+            "evict_to_reuse_seconds",
+            "Time since the eviction of blocks that were asked for again.",
+            ages.evict_to_reuse,
+        ),
+    ):
+        yield HistogramMetricFamily(PREFIX + name, text, _buckets(ages_of), ages_of.sum)
+
+
+def _tenant_metrics(tenants: Iterable[TenantUse]) -> Iterator[Metric]:
+    """Of the tenants that the operator has named, none without access control."""
+    labels = ("tenant", "namespace")
+    blocks = GaugeMetricFamily(
+        PREFIX + "tenant_blocks",
+        "Blocks that a tenant holds, alone or with others, and of its own that can be evicted.",
+        labels=(*labels, "state"),
+    )
+    quota = GaugeMetricFamily(
+        PREFIX + "tenant_quota_blocks",
+        "Blocks that a tenant can always have, and that it may hold at most.",
+        labels=(*labels, "limit"),
+    )
+    evictions = CounterMetricFamily(
+        PREFIX + "tenant_evictions", "Evictions of a tenant's blocks.", labels=labels
+    )
+    refused = CounterMetricFamily(
+        PREFIX + "tenant_refused",
+        "Calls and rows of a tenant refused for lack of blocks or over its quota.",
+        labels=labels,
+    )
+    for tenant in tenants:
+        name = tenant.name, tenant.namespace
+        blocks.add_metric((*name, "held"), tenant.held)
+        blocks.add_metric((*name, "evictable"), tenant.evictable)
+        quota.add_metric((*name, "guaranteed"), tenant.guaranteed_blocks)
+        if tenant.max_blocks is not None:
+            quota.add_metric((*name, "max"), tenant.max_blocks)
+        evictions.add_metric(name, tenant.evictions)
+        refused.add_metric(name, tenant.refused)
+    return iter((blocks, quota, evictions, refused))
 
 
 def _call_metrics(call_counts: Mapping[str, CallCounts]) -> Iterable[Metric]:

@@ -68,7 +68,13 @@ class Manager:
         session_limits: SessionLimits | None = None,
     ) -> None:
         self.clock_s = 0.0
-        self.pool = Pool(num_blocks, block_size, verify_hits, algorithm.digest_bytes)
+        self.pool = Pool(
+            num_blocks,
+            block_size,
+            verify_hits,
+            algorithm.digest_bytes,
+            clock=lambda: self.clock_s,
+        )
         self.sequences = Sequences(
             self.pool,
             Hasher(algorithm, SEED, block_size),

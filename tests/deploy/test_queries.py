@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from prefixcache.core.tenants import TenantQuota
 from prefixcache.server.daemon import CacheOptions
 from tests.deploy.files import ALERTS, ALERTS_TEST, DASHBOARD, alert_names
 from tests.support.daemon import running_daemon
@@ -41,6 +42,8 @@ QUERIES = [*dashboard_queries(), *alert_queries()]
 @pytest.fixture(scope="module")
 def found() -> Iterator[Scrape]:
     with running_daemon(CacheOptions(8, 4)) as running:
+        with running.daemon.sequences.lock:
+            running.daemon.sequences.tenants.apply([TenantQuota("one", "one", 1, 2)])
         yield scrape(running)
 
 

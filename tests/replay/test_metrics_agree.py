@@ -64,4 +64,7 @@ def test_blocks_are_the_oracles_and_tokens_but_for_the_one_that_each_full_hit_co
     assert computed + hit_tokens == row["query_tokens"]
     assert found.total("prefixcache_evictions_total") == row["evictions"]
     assert found["prefixcache_cached_blocks"] == row["cached_end"]
+    assert found["prefixcache_block_reuse_gap_seconds_count"] == row["hit_blocks"]
+    missed = found["prefixcache_evict_to_reuse_seconds_count"]
+    assert missed <= row["query_blocks"] - row["hit_blocks"]
     assert found["prefixcache_blocks", {"state": "referenced"}] == 0

@@ -13,6 +13,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prefixcache import __version__
 from prefixcache.core.form import FORM
 from prefixcache.core.stats import Counters
+from prefixcache.core.tenants import TenantQuota
 from prefixcache.rpc import wire
 from prefixcache.server.call_counts import DURATION_BOUNDS_S
 from prefixcache.server.daemon import CacheOptions
@@ -142,3 +143,59 @@ def test_clients_cannot_make_labels(running: RunningDaemon, stubs: Stubs) -> Non
     after = scrape(running)
     assert after.names() == before
     assert len(after) < 1000
+
+
+# ---- ages of blocks
+
+
+def test_ages_of_blocks_are_seconds_since_their_last_use() -> None:
+    now_s = 0.0
+    with (
+        running_daemon(CacheOptions(2, BLOCK_SIZE), clock=lambda: now_s) as running,
+        connected(running.target) as stubs,
+    ):
+        peer = Peer(stubs)
+
+        def serve(start: int) -> None:
+            reply = peer.allocate(range(start, start + 8))
+            peer.commit(reply.sequence_id, reply.num_cached_tokens, 8 - reply.num_cached_tokens)
+            peer.free(reply.sequence_id)
+
+        serve(0)
+        now_s = 50.0
+        serve(0)  # two blocks hit, after 50 s
+        now_s = 90.0
+        serve(100)  # evicts both, 90 s old and unused for 40 s
+        now_s = 290.0
+        serve(0)  # asks for them again after 200 s, and evicts those of 100
+        found = agreed(running, stubs)
+    for name, count, seconds in (
+        ("block_reuse_gap", 2, 100),
+        ("block_lifetime", 4, 2 * 90 + 2 * 200),
+        ("block_idle_before_evict", 4, 2 * 40 + 2 * 200),
+        ("evict_to_reuse", 2, 2 * 200),
+    ):
+        assert found[f"prefixcache_{name}_seconds_count"] == count
+        assert found[f"prefixcache_{name}_seconds_sum"] == seconds
+    buckets = dict(found.buckets("prefixcache_block_idle_before_evict_seconds", {}))
+    assert (buckets[30.0], buckets[60.0], buckets[300.0]) == (0, 2, 4)
+
+
+# ---- tenants
+
+
+def test_tenants_that_the_operator_named_are_labels(running: RunningDaemon) -> None:
+    assert not any("tenant" in name for name, _ in scrape(running).names())
+    quotas = [TenantQuota("a", "shared", 3, 5), TenantQuota("b", "b")]
+    with running.daemon.sequences.lock:
+        running.daemon.sequences.tenants.apply(quotas)
+    found = scrape(running)
+    a = {"tenant": "a", "namespace": "shared"}
+    assert found["prefixcache_tenant_quota_blocks", {**a, "limit": "guaranteed"}] == 3
+    assert found["prefixcache_tenant_quota_blocks", {**a, "limit": "max"}] == 5
+    b = {"tenant": "b", "namespace": "b"}
+    assert ("prefixcache_tenant_quota_blocks", {**b, "limit": "max"}) not in found
+    for state in ("held", "evictable"):
+        assert found["prefixcache_tenant_blocks", {**b, "state": state}] == 0
+    for name in ("refused", "evictions"):
+        assert found[f"prefixcache_tenant_{name}_total", b] == 0

@@ -144,6 +144,9 @@ def _check_stats(sequences: Sequences) -> None:
     assert 0.0 <= stats.pool_usage <= 1.0
     assert stats.hit_tokens <= stats.queries_tokens
     assert stats.hit_blocks <= stats.queries_blocks
+    ages = sequences.pool.ages()
+    assert ages.lifetime.count == ages.idle_before_evict.count == stats.evictions
+    assert ages.reuse_gap.count >= stats.hit_blocks  # Those of resumed sequences count too.
 
 
 def _check_prefix_closed(sequences: Sequences, parent_of: Mapping[bytes, bytes]) -> None:

@@ -108,5 +108,7 @@ def assert_agreement(found: Scrape, stats: admin_pb2.GetStatsResponse) -> None:
         num_ok = found["prefixcache_rpc_total", {**labels, "code": "OK"}]
         assert num_ok == calls.ended - calls.failed
         assert found["prefixcache_rpc_duration_seconds_sum", labels] == calls.duration_s
+    for ages in ("block_lifetime", "block_idle_before_evict"):
+        assert found[f"prefixcache_{ages}_seconds_count"] == stats.evictions
     for name in ("sequences", "owners", "sessions"):
         assert found[f"prefixcache_{name}"] == getattr(stats, name)

@@ -15,8 +15,8 @@ import numpy.typing as npt
 from prefixcache.core.accounts import AccountUse, HitCounts
 from prefixcache.core.block_ages import TICKS_PER_S, BlockAges
 from prefixcache.core.hashing import Chain
-from prefixcache.core.python.block_ages import Ages
 from prefixcache.core.python.accounts import Accounts
+from prefixcache.core.python.block_ages import Ages
 from prefixcache.core.python.contents import Contents
 from prefixcache.core.python.free_queue import FreeQueue
 from prefixcache.types import BlockHash, BlockIds
