@@ -28,7 +28,7 @@ from prometheus_client.core import (
 
 from prefixcache.core.block_ages import BlockAges
 from prefixcache.core.histogram import Histogram
-from prefixcache.core.tenants import TenantUse
+from prefixcache.core.stats import TenantStats
 from prefixcache.rpc._pb import cache_pb2
 from prefixcache.server.call_counts import CallCounts
 from prefixcache.server.daemon import Daemon
@@ -138,7 +138,7 @@ class DaemonCollector:
         with self._sequences.lock:
             counts = self._sequences.counts()
             ages = self._sequences.pool.ages()
-            tenants = self._sequences.tenants.use()
+            tenants = self._sequences.tenants.stats()
         for family in COUNTERS:
             yield _filled(CounterMetricFamily(PREFIX + family.name, family.help), family, counts)
         for family in GAUGES:
@@ -198,7 +198,7 @@ def _age_metrics(ages: BlockAges) -> Iterator[Metric]:
         yield HistogramMetricFamily(PREFIX + name, text, _buckets(ages_of), ages_of.sum)
 
 
-def _tenant_metrics(tenants: Iterable[TenantUse]) -> Iterator[Metric]:
+def _tenant_metrics(tenants: Iterable[TenantStats]) -> Iterator[Metric]:
     """Of the tenants that the operator has named, none without access control."""
     labels = ("tenant", "namespace")
     blocks = GaugeMetricFamily(
