@@ -15,12 +15,14 @@ from tests.chaos.daemon_process import CHECKED_DAEMON, DaemonProcess, Usage
 from tests.chaos.flatness import judge
 from tests.chaos.load import check_daemon, collect, served
 from tests.chaos.report import Figures
+from tests.chaos.witnesses import Witnesses
 
 CLIENTS = 8
 _LIFE_S = (1.0, 5.0)
 _KILLED_PART = 0.25
 _MAX_CLIENTS_A_SECOND = 16
 _LOOK_S = 0.1
+_SCRAPE_RATE = 0.2
 _STOP_RATE, _STOP_S = 0.05, (0.1, 1.5)
 
 
@@ -42,16 +44,31 @@ def soak(
     program: str = CHECKED_DAEMON,
 ) -> Figures:
     num_rows = int(seconds * _MAX_CLIENTS_A_SECOND) + CLIENTS
-    with served(folder, storage, rng, num_rows, has_tenants=has_tenants, program=program) as it:
-        return _soak(it.world, it.daemon, rng, seconds)
+    witnesses = Witnesses(folder / f"{storage}.record")
+    with served(
+        folder,
+        storage,
+        rng,
+        num_rows,
+        *witnesses.options,
+        has_tenants=has_tenants,
+        program=program,
+    ) as it:
+        return _soak(it.world, it.daemon, witnesses, rng, seconds)
 
 
-def _soak(world: World, daemon: DaemonProcess, rng: random.Random, seconds: float) -> Figures:
+def _soak(
+    world: World,
+    daemon: DaemonProcess,
+    witnesses: Witnesses,
+    rng: random.Random,
+    seconds: float,
+) -> Figures:
     name = f"storage {world.storage}"
     figures = Figures("soak", clients=CLIENTS)
     before = daemon.usage()
     begin_s = time.monotonic()
-    samples = _Churn(figures, world, daemon, rng).run(begin_s + seconds)
+    samples = _Churn(figures, world, daemon, rng, witnesses).run(begin_s + seconds)
     figures.seconds = time.monotonic() - begin_s
     check_daemon(figures, daemon)
     judge(figures, name, [before, *samples, daemon.usage()])
@@ -62,6 +79,10 @@ def _soak(world: World, daemon: DaemonProcess, rng: random.Random, seconds: floa
     )
     if not stats.evictions or not stats.hit_tokens:
         figures.problems.append("the load had no evictions, or no hits")
+    witnesses.check_metrics(figures, daemon.log, stats)
+    if code := daemon.end(signal.SIGTERM):
+        figures.problems.append(f"the daemon's exit code was {code}")
+    witnesses.check_record(figures, stats)
     return figures
 
 
@@ -69,12 +90,18 @@ class _Churn:
     """Clients that live for a while, end in one of three ways, and are replaced."""
 
     def __init__(
-        self, figures: Figures, world: World, daemon: DaemonProcess, rng: random.Random
+        self,
+        figures: Figures,
+        world: World,
+        daemon: DaemonProcess,
+        rng: random.Random,
+        witnesses: Witnesses,
     ) -> None:
         self._figures = figures
         self._world = world
         self._daemon = daemon
         self._rng = rng
+        self._witnesses = witnesses
         self._rows = iter(range(world.num_rows))
         self._running: list[ClientProcess] = []
         self._ended: list[ClientProcess] = []
@@ -93,6 +120,8 @@ class _Churn:
             self._ended += [client for client in self._running if client.wait(0.0)]
             self._running = [client for client in self._running if not client.wait(0.0)]
             samples.append(self._daemon.usage())
+            if self._rng.random() < _SCRAPE_RATE:
+                self._witnesses.scrape(self._daemon.log)
         self._kill_doomed(math.inf)
         collect(self._figures, self._world, [*self._ended, *self._running], _LIFE_S[1])
         return samples
@@ -117,7 +146,7 @@ class _Churn:
     def _stop_for_a_while(self, until_s: float) -> None:
         """The daemon or a client does nothing for a moment, which costs nobody a session."""
         pids = [client.process.pid for client in self._running]
-        pid = self._rng.choice([self._daemon.pid, *pids])
+        pid = self._rng.choice([self._daemon.pid, self._rng.choice(pids)])
         seconds = min(self._rng.uniform(*_STOP_S), max(0.0, until_s - time.monotonic()))
         os.kill(pid, signal.SIGSTOP)
         time.sleep(seconds)
