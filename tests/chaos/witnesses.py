@@ -1,4 +1,4 @@
-"""What a daemon tells of itself beside its RPCs, and which must say the same: metrics, the record."""
+"""What a daemon says of itself beside its RPCs: metrics and the record, which must say the same."""
 
 from __future__ import annotations
 
