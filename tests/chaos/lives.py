@@ -5,7 +5,6 @@ Each returns its problems, in words.
 
 from __future__ import annotations
 
-import random
 import time
 from itertools import count
 
@@ -86,8 +85,3 @@ def cut(world: World, row: int, seed: int, seconds: float, ttl_s: float | None) 
         if is_last:
             return problems
     raise AssertionError
-
-
-def seed_of(*parts: int) -> int:
-    """One seed of many numbers."""
-    return random.Random(repr(parts)).randrange(2**32)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
-from google.protobuf.message import DecodeError, Message
+from google.protobuf.message import Message
 
 from tests.support.wire_bytes import length_delimited, tag, varint
 
@@ -73,14 +73,6 @@ def change_bytes(data: bytes, request_type: Descriptor, rng: random.Random) -> b
         payload = change_bytes(rng.randbytes(rng.randrange(40)), field.message_type, rng)
         return data + length_delimited(field.number, payload)
     return rng.choice(_BYTE_CHANGES)(data, request_type, rng)
-
-
-def is_message(data: bytes, request_type: type[Message]) -> bool:
-    try:
-        request_type.FromString(data)
-    except DecodeError:
-        return False
-    return True
 
 
 def _change_column(column: Any, field: FieldDescriptor, rng: random.Random) -> None:
