@@ -1,9 +1,9 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, initializedcheck=False
 """The block pool over flat columns; `prefixcache.core.pool` says what a pool is.
 
-Every block is a row in a few columns of numpy arrays: 70 to 86 bytes a block with digests of 32
+Every block is a row in a few columns of numpy arrays: 82 to 98 bytes a block with digests of 32
 bytes, and 10 more once accounts are kept. The index, the free queue, the rings of standbys, the
-contents and the accounts are C structs over those columns, each in a header of its name.
+contents, the ages and the accounts are C structs over those columns, each in a header of its name.
 """
 
 import os
