@@ -18,12 +18,14 @@ from typing import Any, NoReturn, Protocol
 import grpc
 import structlog
 
-from prefixcache.core.sessions import owner_digest
+from prefixcache.core.sessions import SESSION_ID_BYTES, owner_digest
 from prefixcache.errors import PrefixCacheError
 from prefixcache.rpc import wire
 from prefixcache.rpc.status import status_code, to_status
 from prefixcache.server.call_counts import OK, CallCounts
 from prefixcache.server.callers import Caller
+from prefixcache.server.checks import MAX_REQUEST_ID_BYTES, OWNER_BYTES
+from prefixcache.server.daemon import MAX_STEP_ALLOCATES
 from prefixcache.server.trace_context import trace_context_of
 
 _log = structlog.get_logger(__name__)
@@ -165,17 +167,16 @@ class Call:
         """Of the session, or of the owner that a client without one made up; empty if none."""
         owners = (_owner_of(part) for part in (*self.parts(), self.reply))
         owner = next(filter(None, owners), b"")
-        if not owner or self.caller is None:
+        if len(owner) not in (OWNER_BYTES, SESSION_ID_BYTES) or self.caller is None:
             return ""
         return owner_digest(self.caller.owner_key(owner))
 
     def request_ids(self) -> Iterable[str]:
-        """Those that the client gave."""
+        """Those that the client gave; of one that is refused as too long, its beginning."""
         for part in self.parts():
-            request_id = getattr(part, "request_id", "")
-            if request_id:
-                yield request_id
-            yield from filter(None, getattr(part, "request_ids", ()))
+            for request_id in (getattr(part, "request_id", ""), *getattr(part, "request_ids", ())):
+                if request_id:
+                    yield request_id[:MAX_REQUEST_ID_BYTES]
 
     def tokens(self) -> Tokens | None:
         """Of prompts; None of a call that brings none, or was refused."""
@@ -196,7 +197,8 @@ class Call:
         if self.rpc.method.name != "Step" or self.request is None:
             return [self.request]
         step = self.request
-        return [step.free, step.commit, step.append, *step.allocates]
+        allocates = islice(step.allocates, MAX_STEP_ALLOCATES)
+        return [step.free, step.commit, step.append, *allocates]
 
     def _trace_fields(self) -> dict[str, str]:
         if self.span is not None:

@@ -123,8 +123,9 @@ class CallSpan:
 
     def __init__(self, span: trace.Span) -> None:
         ids = span.get_span_context()
-        self.trace_id = trace.format_trace_id(ids.trace_id)
-        self.span_id = trace.format_span_id(ids.span_id)
+        # OTEL_SDK_DISABLED makes spans without ids.
+        self.trace_id = trace.format_trace_id(ids.trace_id) if ids.is_valid else ""
+        self.span_id = trace.format_span_id(ids.span_id) if ids.is_valid else ""
         self._span = span
         self._token = otel_context.attach(trace.set_span_in_context(span))
 

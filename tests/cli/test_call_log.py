@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import signal
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import pytest
 
 from prefixcache.client import Client
 from prefixcache.core.sessions import owner_digest
@@ -157,6 +159,44 @@ def test_what_a_client_sends_cannot_forge_a_line(tmp_path: Path) -> None:
             stubs.call("OpenSession", request)
         (line,) = calls_logged(daemon)
     assert line["request_ids"] == [name]
+
+
+def test_ids_that_are_refused_as_too_long_do_not_fill_the_log(tmp_path: Path) -> None:
+    with serving(tmp_path, *MANAGER, *DEBUG) as daemon:
+        with connected(daemon.addresses[0]) as stubs:
+            owner, name = b"x" * 100_000, "y" * 100_000
+            request = cache_pb2.AllocateRequest(owner=owner, token_ids=[1], request_id=name)
+            stubs.refused("Allocate", request)
+        (line,) = calls_logged(daemon)
+    assert line["bytes_in"] > 200_000
+    assert len(json.dumps(line)) < 1000
+
+
+def test_under_access_control_a_line_has_the_tenant_and_no_credentials(tmp_path: Path) -> None:
+    token = "a-token-of-some-length"
+    digest = hashlib.sha256(token.encode()).hexdigest()
+    auth = tmp_path / "auth.toml"
+    auth.touch(0o600)
+    auth.write_text(f'[[identities]]\ntoken_sha256 = "{digest}"\ntenant = "team-a"\n')
+    with serving(tmp_path, *MANAGER, *DEBUG, "--auth", str(auth)) as daemon:
+        lookup_with(daemon.addresses[0], ("authorization", f"Bearer {token}"))
+        with pytest.raises(grpc.RpcError):
+            lookup_with(daemon.addresses[0], ("authorization", "Bearer another"))
+        known, unknown = calls_logged(daemon)
+    assert (known["code"], known["tenant"]) == ("OK", "team-a")
+    assert unknown["code"] == "UNAUTHENTICATED"
+    assert "tenant" not in unknown
+    assert token not in json.dumps(known) and "another" not in json.dumps(unknown)
+
+
+def test_a_disabled_sdk_leaves_the_callers_trace_out_of_nothing_but_spans(tmp_path: Path) -> None:
+    options = (*MANAGER, *DEBUG, "--otlp-endpoint", "http://127.0.0.1:9")
+    with serving(tmp_path, *options, environ={"OTEL_SDK_DISABLED": "true"}) as daemon:
+        lookup_with(daemon.addresses[0], ("traceparent", f"00-{TRACE}-{SPAN}-01"))
+        lookup_with(daemon.addresses[0])
+        traced, untraced = calls_logged(daemon)
+    assert traced["trace_id"] == TRACE
+    assert "trace_id" not in untraced
 
 
 def test_without_the_extra_an_endpoint_is_refused_as_usage() -> None:
