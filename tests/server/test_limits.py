@@ -11,7 +11,6 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from prefixcache.core.sessions import SessionLimits
 from prefixcache.rpc._pb import attention_pb2, cache_pb2
-from prefixcache.server import checks
 from prefixcache.server.daemon import CacheOptions, LimitOptions, ModelOptions
 from prefixcache.storage.layout import KVLayout
 from tests.support.daemon import RunningDaemon, running_daemon
@@ -75,19 +74,6 @@ def test_a_prompt_with_just_as_many_tokens_is_taken(stubs: Stubs, lookahead: int
         kind = getattr(cache_pb2, f"{name}Request")
         stubs.call(name, prompt(kind, MAX_TOKENS - lookahead, lookahead))
     assert stubs.stats().sequences == 1
-
-
-def test_too_many_tokens_are_refused_before_they_are_copied(
-    stubs: Stubs, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    copied: list[int] = []
-    monkeypatch.setattr(checks, "column", lambda field: copied.append(len(field)))
-    for name in ("Lookup", "Allocate"):
-        kind = getattr(cache_pb2, f"{name}Request")
-        assert stubs.refused(name, prompt(kind, MAX_TOKENS + 1)).field == "token_ids"
-    request = Peer(stubs, OWNER).append_request([Row(1, 0, tuple(range(MAX_TOKENS + 1)))])
-    assert stubs.refused("Append", request).field == "token_ids"
-    assert copied == []
 
 
 @pytest.mark.parametrize(
