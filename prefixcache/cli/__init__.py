@@ -1,4 +1,4 @@
-"""The command line: `prefixcache serve | info | stats | lookup | replay | analyze | token | bench`.
+"""The command line: `prefixcache COMMAND`; `COMMANDS` lists them.
 
 Owns the list of commands and the exit codes: 0 ok, 1 failure, 2 usage. Each command is the
 function of its name in the module of its name, which is imported only when it is called: the
@@ -25,6 +25,7 @@ EXIT_USAGE = 2
 COMMANDS = {
     "serve": "Run the daemon until SIGTERM or SIGINT.",
     "info": "Show what a daemon is: version, pool, K/V layout, hashing and limits.",
+    "health": "Ask whether a daemon serves: the exit code is 0 if it does, else 1.",
     "stats": "Show the hit rate, the pool's fill and other counts of a daemon.",
     "lookup": "Ask how much of a prompt is cached; changes nothing.",
     "replay": "Count hits and evictions of a request trace, exactly.",

@@ -38,24 +38,31 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 @contextmanager
-def connect(target: str | None, timeout_s: float, credentials: MakeCredentials) -> Iterator[Client]:
-    """A client of the daemon. Raises InvalidArgumentError for a target that is no address.
+def reached(target: str | None, timeout_s: float) -> Iterator[str]:
+    """The daemon's address. Raises InvalidArgumentError for a target that is no address.
 
-    A daemon that cannot be reached, or does not answer, is named in the error.
+    A daemon that cannot be reached in the block, or does not answer, is named in the error.
     """
     address = str(default_target(os.environ)) if target is None else target
     try:
         parse_address(address)
     except ValueError as error:
         raise InvalidArgumentError("--target", str(error)) from None
-    from prefixcache.client import Client
-
     try:
-        with Client(address, timeout_s=timeout_s, credentials=credentials()) as client:
-            yield client
+        yield address
     except DeadlineExceededError as error:
         raise DeadlineExceededError(
             f"the daemon at {address} did not answer within {timeout_s:g} s"
         ) from error
     except UnavailableError as error:
         raise UnavailableError(f"no daemon can be reached at {address}: {error.message}") from error
+
+
+@contextmanager
+def connect(target: str | None, timeout_s: float, credentials: MakeCredentials) -> Iterator[Client]:
+    """A client of the daemon that is `reached`."""
+    with reached(target, timeout_s) as address:
+        from prefixcache.client import Client
+
+        with Client(address, timeout_s=timeout_s, credentials=credentials()) as client:
+            yield client

@@ -32,6 +32,7 @@ def setting_parameter(
         metavar=_metavar(option),
         rich_help_panel=panel or option.title,
         show_default=False,
+        autocompletion=(lambda: list(option.choices)) if option.choices else None,
     )
     return keyword(option.key, Annotated[kind | None, info])
 
