@@ -3,7 +3,7 @@
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .SUFFIXES:
-.PHONY: help venv venv-demo test test-slow chaos chaos-short promtool browser gpu sanitize kernels-aot oracle demo demo-interpreted wheel lint format proto clean distclean
+.PHONY: help venv venv-demo test test-slow chaos chaos-short promtool browser gpu sanitize kernels-aot oracle examples demo demo-interpreted wheel lint format proto clean distclean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -74,6 +74,12 @@ oracle: venv ## replay whole traces, where TRACES holds them, against the oracle
 	@test -d "$(TRACES)" || { echo "no traces at $(TRACES): make oracle TRACES=/path" >&2; exit 1; }
 	ORACLE_TRACES="$(abspath $(TRACES))" $(PYTEST) -m oracle
 
+examples: venv ## run the examples in Node and shell against a daemon
+	@if command -v npm > /dev/null; then npm install --prefix examples/node --no-package-lock \
+		--ignore-scripts --no-audit --no-fund --silent; \
+		else echo "no npm on PATH: the example in Node is left out"; fi
+	$(PYTEST) -m examples
+
 demo: venv-demo ## a real model on the daemon: shared prompts, hit rate, equal tokens
 	$(BIN)/python examples/demo.py
 
@@ -99,7 +105,7 @@ proto: venv ## regenerate prefixcache/rpc/_pb from protos/
 	$(BIN)/python protos/generate.py
 
 clean: ## remove caches and builds
-	rm -rf build dist *.egg-info .triton-* .promtool .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf build dist *.egg-info .triton-* .promtool examples/node/node_modules .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -path ./$(VENV) -prune -o -type d -name __pycache__ -exec rm -rf {} +
 	find prefixcache -path '*/native/*.so' -delete
 	rm -f $(VENV)/.stamp-dev

@@ -2,10 +2,11 @@
 
     python examples/demo.py
 
-Starts a daemon, plugs SmolLM2 into it (see engine.py), asks eight questions that share a system
-prompt of about 2,000 tokens and then two more in one of the conversations. Prints what was cached
-and what that saved, and compares every answer with the model run without any cache. The exit code
-is 1 if a token differs, if a shared prefix was not found, or if finding it saved too little time.
+Starts a daemon (or takes the one of --target), plugs SmolLM2 into it (see engine.py), asks eight
+questions that share a system prompt of about 2,000 tokens and then two more in one of the
+conversations. Prints what was cached and what that saved, and compares every answer with the model
+run without any cache. The exit code is 1 if a token differs, if a shared prefix was not found, or
+if finding it saved too little time.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -63,20 +66,10 @@ def main() -> int:
     arguments = parse_arguments()
     torch.set_num_threads(arguments.threads)
     smol = smollm2.load()
-    with tempfile.TemporaryDirectory(prefix="prefixcache-demo-") as name:
-        folder = Path(name)
-        model_config = folder / "config.json"
-        smol.model.config.to_json_file(model_config)
-        options = {
-            "--model-config": str(model_config),
-            "--model-name": smollm2.MODEL_NAME,
-            "--num-blocks": str(arguments.num_blocks),
-            "--threads": str(arguments.threads),
-        }
-        with start_daemon(folder, options) as target, Client(target) as client:
-            print(f"daemon ready at {target}\n")
-            turns = run_workload(smol, Engine(smol.model, client), arguments.answer_tokens)
-            stats = client.stats()
+    with daemon(smol, arguments) as target, Client(target) as client:
+        print(f"daemon ready at {target}\n")
+        turns = run_workload(smol, Engine(smol.model, client), arguments.answer_tokens)
+        stats = client.stats()
     print_turns(smol, turns)
     print_stats(stats)
     failures = [*check_cache(turns), *check_answers(smol.model, turns)]
@@ -87,10 +80,36 @@ def main() -> int:
     return 1 if failures else 0
 
 
+@contextmanager
+def daemon(smol: SmolLM2, arguments: argparse.Namespace) -> Iterator[str]:
+    """The address of a daemon for the model: the one that was named, or its own."""
+    if arguments.target is not None:
+        yield arguments.target
+        return
+    with tempfile.TemporaryDirectory(prefix="prefixcache-demo-") as name:
+        folder = Path(name)
+        model_config = folder / "config.json"
+        smol.model.config.to_json_file(model_config)
+        options = {
+            "--model-config": str(model_config),
+            "--model-name": smollm2.MODEL_NAME,
+            "--num-blocks": str(arguments.num_blocks),
+            "--threads": str(arguments.threads),
+        }
+        with start_daemon(folder, options) as target:
+            yield target
+
+
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument(
+        "--target",
+        help="a daemon that runs already, with an empty cache; left out, one is started",
+    )
     parser.add_argument("--answer-tokens", type=int, default=32, help="tokens of each answer")
-    parser.add_argument("--num-blocks", type=int, default=256, help="blocks of the daemon's pool")
+    parser.add_argument(
+        "--num-blocks", type=int, default=256, help="blocks of its own daemon's pool"
+    )
     # More threads than idle cores wait for each other, and that costs far more than they bring.
     parser.add_argument("--threads", type=int, default=1, help="of the model and of the daemon")
     return parser.parse_args()

@@ -23,11 +23,12 @@ def check_health(
     Raises UnavailableError and DeadlineExceededError.
     """
     address = resolve_address(target)
-    with make_channel(grpc, address, Credentials(tls=credentials.tls), channel_options()) as channel:
+    with make_channel(
+        grpc, address, Credentials(tls=credentials.tls), channel_options()
+    ) as channel:
         try:
-            reply = health_pb2_grpc.HealthStub(channel).Check(
-                health_pb2.HealthCheckRequest(), timeout=timeout_s
-            )
+            check = health_pb2_grpc.HealthStub(channel).Check  # type: ignore[attr-defined]  # set by gRPC
+            reply = check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
         except grpc.RpcError as error:
             raise from_rpc_error(error) from error
     return health_pb2.HealthCheckResponse.ServingStatus.Name(reply.status)

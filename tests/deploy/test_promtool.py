@@ -14,7 +14,7 @@ from prometheus_client import generate_latest
 
 from prefixcache.server.daemon import CacheOptions
 from prefixcache.server.metrics import make_registry
-from tests.deploy.files import ALERTS, ALERTS_TEST
+from tests.deploy.files import ALERTS, ALERTS_TEST, DOCKER, SCRAPE
 from tests.deploy.test_queries import dashboard_queries
 from tests.support.daemon import running_daemon
 from tests.support.stubs import Peer, Refused, connected
@@ -50,6 +50,13 @@ def test_a_scrape_has_nothing_to_be_said_about() -> None:
             peer.allocate(range(100))
         text = generate_latest(make_registry(running.daemon, running.server.call_counts))
     assert promtool("check", "metrics", stdin=text) == ""
+
+
+@pytest.mark.parametrize("config", [DOCKER / "prometheus.yml", SCRAPE], ids=lambda path: path.name)
+def test_the_configurations_are_prometheus(config: Path, tmp_path: Path) -> None:
+    shutil.copy(ALERTS, tmp_path)
+    copy = shutil.copy(config, tmp_path / "prometheus.yml")
+    assert "SUCCESS" in promtool("check", "config", str(copy))
 
 
 def test_the_alert_rules_are_rules() -> None:
