@@ -20,7 +20,7 @@ from prefixcache.server.daemon import CacheOptions, ModelOptions
 from prefixcache.server.tracing import Tracing, make_exporter
 from prefixcache.storage.layout import KVLayout
 from prefixcache.types import ExtraKeys
-from tests.support.collector import Collector, attributes_of, collecting
+from tests.support.collector import Collector, attributes_of, collecting, collecting_over_http
 from tests.support.daemon import RunningDaemon, running_daemon
 from tests.support.stubs import Peer, connected
 
@@ -241,14 +241,24 @@ def test_a_collector_that_is_gone_delays_no_call_and_is_logged_as_ours() -> None
     assert {line["event"] for line in log} <= {"tracing", "the last spans were not taken"}
 
 
-def test_the_environment_names_the_protocol_and_the_service(
+def test_over_http_spans_come_to_the_path_of_traces() -> None:
+    environ = {"OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf"}
+    with collecting_over_http() as collector:
+        # With and without a slash at the end.
+        for endpoint in (collector.endpoint, f"{collector.endpoint}/"):
+            tracing = Tracing(make_exporter(endpoint, environ))
+            with (
+                running_daemon(CacheOptions(16), tracing=tracing) as running,
+                connected(running.target) as stubs,
+            ):
+                stubs.lookup(range(5))
+            tracing.close()
+    assert len(collector.named(f"{SERVICE}/Lookup")) == 2
+
+
+def test_the_environment_names_the_service(
     monkeypatch: pytest.MonkeyPatch, collector: Collector
 ) -> None:
-    http = make_exporter("http://127.0.0.1:4318/", {"OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf"})
-    assert http._endpoint == "http://127.0.0.1:4318/v1/traces"  # type: ignore[attr-defined]
-    with pytest.raises(InvalidArgumentError, match="http/json") as refused:
-        make_exporter("http://127.0.0.1:4318", {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/json"})
-    assert refused.value.field == "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"
     monkeypatch.setenv("OTEL_SERVICE_NAME", "another name")
     tracing = Tracing(make_exporter(collector.endpoint, {}))
     with (
@@ -258,4 +268,9 @@ def test_the_environment_names_the_protocol_and_the_service(
         stubs.lookup(range(5))
     tracing.close()
     assert collector.resources[0]["service.name"] == "another name"
-    http.shutdown()
+
+
+def test_a_protocol_that_is_not_known_is_refused_by_its_variable() -> None:
+    with pytest.raises(InvalidArgumentError, match="http/json") as refused:
+        make_exporter("http://127.0.0.1:4318", {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/json"})
+    assert refused.value.field == "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"

@@ -66,6 +66,24 @@ def test_what_finds_no_thread_waits_in_order(workers: Workers) -> None:
     assert len({future.result() for future in futures}) == 8
 
 
+def test_work_knows_how_long_it_has_waited_for_its_thread() -> None:
+    now_s = [100.0]
+    workers = Workers(1, "test", clock=lambda: now_s[0])
+    assert workers.submit(workers.queue_s).result(_TIMEOUT_S) == 0.0
+    (busy,), go_on = all_busy(workers, 1)
+    first = workers.submit(workers.queue_s)
+    now_s[0] += 2.0
+    second = workers.submit(workers.queue_s)
+    now_s[0] += 0.5
+    go_on.set()
+    assert busy.result(_TIMEOUT_S)
+    assert first.result(_TIMEOUT_S) == 2.5
+    assert second.result(_TIMEOUT_S) == 0.5
+    with workers.lent_place():
+        assert workers.submit(workers.queue_s).result(_TIMEOUT_S) == 0.0
+    workers.shutdown()
+
+
 def test_one_thread_does_its_work_in_order() -> None:
     workers = Workers(1, "test")
     (busy,), go_on = all_busy(workers, 1)
