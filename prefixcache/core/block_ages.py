@@ -16,6 +16,9 @@ are remembered as *ghosts* (the word of ARC, Megiddo and Modha 2003): 32 bits of
 time, in sets of 8 that other bits choose; a full set forgets its oldest. There is room for 5 ghosts
 to 8 blocks: of the last evictions, as many as a fifth of the pool's blocks are, nearly all are
 remembered. A hash is taken for another one with a chance of 2 ** -29: good enough for statistics.
+A chain is evicted from its end, so the ghosts of deeper blocks are forgotten first: after
+`MAX_GHOST_GAP` blocks without one the rest of a chain is not looked for, which saves most of the
+work for prompts that were never seen.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from prefixcache.core.histogram import Histogram
 
 TICKS_PER_S = 64
 GHOST_WAYS = 8
+MAX_GHOST_GAP = 8
 BOUNDS_S = (
     *(0.125, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0),
     *(60.0, 120.0, 300.0, 600.0, 1800.0),

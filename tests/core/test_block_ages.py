@@ -264,3 +264,16 @@ def test_every_eviction_is_observed() -> None:
     assert timed.pool.num_evictions > 0
     assert timed.ages.lifetime.count == timed.pool.num_evictions
     assert timed.ages.idle_before_evict.count == timed.pool.num_evictions
+
+
+def test_a_chain_is_looked_for_over_a_short_gap_and_not_beyond_a_long_one() -> None:
+    timed = Timed(64)
+    chain = timed.chain(0, 30)
+    for first, last in ((0, 10), (17, 20), (28, 30)):  # as if the rest had been forgotten
+        part = Chain(chain.hashes[first:last], chain.token_ids[first * SIZE : last * SIZE], None)
+        blocks = timed.pool.take(last - first)
+        timed.pool.register(blocks, part, None)
+        timed.pool.release(blocks)
+    timed.evict_all()
+    timed.ask(chain)
+    assert timed.ages.evict_to_reuse.count == 10 + 3

@@ -11,6 +11,7 @@
 
 #define AGES_MAX_BOUNDS 31
 #define GHOST_WAYS 8
+#define MAX_GHOST_GAP 8
 
 typedef struct {
     uint32_t registered, used; /* ticks */

@@ -119,6 +119,7 @@ cdef extern from "block_ages.h" nogil:
     enum:
         AGES_MAX_BOUNDS
         GHOST_WAYS
+        MAX_GHOST_GAP
     ctypedef struct block_times:
         pass
     ctypedef struct age_counts:

@@ -530,13 +530,16 @@ cdef class Pool:
     cdef int _miss(self, bytes digests, Py_ssize_t num_hits, uint32_t now) except -1:
         """Observe the blocks of a chain, after its hits, that were evicted."""
         cdef const uint8_t *digest = <const uint8_t *>PyBytes_AS_STRING(digests)
-        cdef Py_ssize_t index, width = self.digest_bytes, count = len(digests) // width
+        cdef Py_ssize_t index, width = self.digest_bytes, count = len(digests) // width, gap = 0
         cdef int64_t age
         digest += num_hits * width
         for index in range(num_hits, count):
             if index + GHOSTS_AHEAD < count:
                 ghost_prefetch(&self._ages, digest + GHOSTS_AHEAD * width)
             age = ghost_age(&self._ages, digest, now)
+            gap = gap + 1 if age < 0 else 0
+            if gap == MAX_GHOST_GAP:
+                break
             # A ghost stays when its block comes back: then this one was not taken for a hit.
             if age >= 0 and index_find(&self._index, digest) < 0:
                 age_add(&self._ages, &self._ages.evict_to_reuse, <uint32_t>age)

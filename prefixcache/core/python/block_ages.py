@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import numpy.typing as npt
@@ -11,6 +11,7 @@ import numpy.typing as npt
 from prefixcache.core.block_ages import (
     BOUNDS_TICKS,
     GHOST_WAYS,
+    MAX_GHOST_GAP,
     BlockAges,
     histogram,
     num_ghost_sets,
@@ -73,13 +74,21 @@ class Ages:
         for block_hash in hashes:
             self._add_ghost(block_hash, now)
 
-    def miss(self, block_hash: BlockHash, now: int) -> None:
-        """A block is asked for that is not cached: was it evicted?"""
-        first, bits = self._set_of(block_hash)
-        for ghost in self._ghosts[first : first + GHOST_WAYS]:
-            if ghost and ghost >> 32 == bits:
+    def miss(
+        self, hashes: Iterable[BlockHash], now: int, is_cached: Callable[[BlockHash], bool]
+    ) -> None:
+        """The rest of a chain was asked for: which of its blocks were evicted?
+
+        A ghost stays when its block comes back: if `is_cached`, it was not taken for a hit.
+        """
+        gap = 0
+        for block_hash in hashes:
+            ghost = self._ghost_of(block_hash)
+            gap = gap + 1 if ghost is None else 0
+            if gap == MAX_GHOST_GAP:
+                break
+            if ghost is not None and not is_cached(block_hash):
                 self._evict_to_reuse.add(np.array([(now - ghost) & _MASK], dtype=np.uint32))
-                return
 
     def clear(self) -> None:
         """Forget the ghosts."""
@@ -100,6 +109,13 @@ class Ages:
         """Where its set begins, and the bits that tell a ghost from its neighbours."""
         word = int.from_bytes(block_hash[:8], "little")
         return ((word & _MASK) * self._num_sets >> 32) * GHOST_WAYS, word >> 32
+
+    def _ghost_of(self, block_hash: BlockHash) -> int | None:
+        first, bits = self._set_of(block_hash)
+        for ghost in self._ghosts[first : first + GHOST_WAYS]:
+            if ghost and ghost >> 32 == bits:
+                return ghost
+        return None
 
     def _add_ghost(self, block_hash: BlockHash, now: int) -> None:
         first, bits = self._set_of(block_hash)

@@ -144,10 +144,7 @@ class Pool:
         if len(block_ids):
             self._ages.hit(block_ids, now)
         if self.num_evictions:
-            for block_hash in chain.hashes[len(block_ids) :]:
-                # A ghost stays when its block comes back: then this one was not taken for a hit.
-                if block_hash not in self._index:
-                    self._ages.miss(block_hash, now)
+            self._ages.miss(chain.hashes[len(block_ids) :], now, self._index.__contains__)
 
     def take(self, count: int, account: int = 0) -> BlockIds:
         """`count` plain blocks with one reference of an account each, in the order of eviction.
