@@ -104,6 +104,8 @@ def _read_server_info(reply: Any) -> ServerInfo:
         max_step_streams=reply.limits.max_step_streams,
         max_wait_pending_s=reply.limits.max_wait_pending_s,
         max_pending_waits=reply.limits.max_pending_waits,
+        max_rows_per_call=reply.limits.max_rows_per_call,
+        max_fields_per_request=reply.limits.max_fields_per_request,
         core=reply.core,
     )
 

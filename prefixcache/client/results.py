@@ -65,6 +65,10 @@ class ServerInfo:
     """Longest time for which a sequence may wait for blocks that another is computing."""
     max_pending_waits: int
     """Sequences that wait so; one more does not."""
+    max_rows_per_call: int
+    """Sequences in one batch."""
+    max_fields_per_request: int
+    """Those of the messages in it included; a column is one."""
     core: str
     """Form of the block manager's core: "native" (compiled) or "python"."""
 

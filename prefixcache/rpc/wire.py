@@ -122,9 +122,8 @@ class _Columns:
         """Whether a twin has unknown fields, which may be elements, or a column that is none."""
         if len(UnknownFieldSet(message)):
             return True
-        for name, width in self.own:
-            if len(getattr(message, name)) % width:
-                return True
+        if any(len(getattr(message, name)) % width for name, width in self.own):
+            return True
         for name, are_many, columns in self.parts:
             parts = getattr(message, name)
             if any(map(columns.may_be_elsewhere, parts if are_many else (parts,))):

@@ -16,6 +16,7 @@ class AttentionService:
     def __init__(self, daemon: Daemon) -> None:
         self._engine = daemon.engine
         self._max_tokens = daemon.info.limits.max_tokens_per_call
+        self._max_rows = daemon.info.limits.max_rows_per_call
 
     def prefill(self, request: Any, caller: Caller) -> Any:
         if self._engine is None:
@@ -32,7 +33,7 @@ class AttentionService:
     def _arguments(self, request: Any, caller: Caller) -> Any:
         batch = request.batch
         owner = checks.owner(batch.owner, caller)
-        columns = checks.rows(batch, "start_positions", "num_tokens").lists()
+        columns = checks.rows(batch, "start_positions", "num_tokens", self._max_rows).lists()
         if 0 in columns[2]:
             raise InvalidArgumentError("num_tokens", "is 0 in some row")
         checks.num_tokens(sum(columns[2]), "num_tokens", self._max_tokens)

@@ -47,6 +47,7 @@ class CacheService:
         self._sequences = daemon.sequences
         self._block_size = daemon.sequences.pool.block_size
         self._max_tokens = daemon.info.limits.max_tokens_per_call
+        self._max_rows = daemon.info.limits.max_rows_per_call
 
     def get_server_info(
         self, request: cache_pb2.GetServerInfoRequest, caller: Caller
@@ -126,7 +127,7 @@ class CacheService:
     def append(self, request: Any, caller: Caller) -> Any:
         owner = checks.owner(request.owner, caller)
         order = checks.order(request)
-        batch = checks.append_batch(request, self._block_size, self._max_tokens)
+        batch = checks.append_batch(request, self._block_size, self._max_tokens, self._max_rows)
         if self._daemon.engine is not None:
             appended = self._daemon.engine.append(owner, batch, order, self._account_of(caller))
         else:
@@ -146,10 +147,10 @@ class CacheService:
     def commit(self, request: Any, caller: Caller) -> Any:
         owner = checks.owner(request.owner, caller)
         order = checks.order(request)
-        columns = checks.rows(request, "start_positions", "num_computed_tokens").lists()
+        columns = checks.rows(request, "start_positions", "num_computed_tokens", self._max_rows)
         if self._daemon.engine is not None:
             raise StorageOwnedError
-        rows = list(map(CommitRow._make, zip(*columns, strict=True)))
+        rows = list(map(CommitRow._make, zip(*columns.lists(), strict=True)))
         with self._sequences.lock:
             self._sequences.live.take_turn(owner, order)
             results = self._sequences.commit(owner, rows)
@@ -190,11 +191,13 @@ class CacheService:
     def free(self, request: Any, caller: Caller) -> Any:
         owner = checks.owner(request.owner, caller)
         order = checks.order(request)
-        sequence_ids = read_column64(request.sequence_ids).tolist()
+        sequence_ids = read_column64(request.sequence_ids)
+        num_rows = checks.row_count(len(sequence_ids), "sequence_ids", self._max_rows)
+        checks.row_count(num_rows + len(request.request_ids), "request_ids", self._max_rows)
         request_ids = checks.request_names(request.request_ids)
         with self._sequences.lock:
             self._sequences.live.take_turn(owner, order)
-            codes = self._sequences.free(owner, sequence_ids, request_ids)
+            codes = self._sequences.free(owner, sequence_ids.tolist(), request_ids)
         return twin("FreeResponse")(result_codes=column32(codes))
 
     def open_step(

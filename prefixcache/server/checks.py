@@ -110,11 +110,20 @@ class Rows(NamedTuple):
         return self.sequence_ids.tolist(), self.first.tolist(), self.second.tolist()
 
 
-def rows(request: Any, first: str, second: str) -> Rows:
+def row_count(num: int, field: str, limit: int) -> int:
+    """Rows of a batch: at most `limit`."""
+    if num > limit:
+        raise InvalidArgumentError(
+            field, f"a call has at most {limit} rows, this one has {num}", limit=limit
+        )
+    return num
+
+
+def rows(request: Any, first: str, second: str, max_rows: int) -> Rows:
     """first, second: names of the columns beside `sequence_ids`."""
     sequence_ids = read_column64(request.sequence_ids)
-    num_rows = len(sequence_ids)
-    if not num_rows:
+    num = row_count(len(sequence_ids), "sequence_ids", max_rows)
+    if not num:
         raise InvalidArgumentError("sequence_ids", "is empty")
     found = Rows(
         sequence_ids,
@@ -122,11 +131,9 @@ def rows(request: Any, first: str, second: str) -> Rows:
         read_column32(getattr(request, second)),
     )
     for field, column in ((first, found.first), (second, found.second)):
-        if len(column) != num_rows:
-            raise InvalidArgumentError(
-                field, f"has {len(column)} rows, sequence_ids has {num_rows}"
-            )
-    if len(set(sequence_ids.tolist())) < num_rows:
+        if len(column) != num:
+            raise InvalidArgumentError(field, f"has {len(column)} rows, sequence_ids has {num}")
+    if len(set(sequence_ids.tolist())) < num:
         raise InvalidArgumentError("sequence_ids", "holds one sequence twice")
     return found
 
@@ -153,11 +160,12 @@ def full_hit(value: int) -> FullHit:
         raise InvalidArgumentError("full_hit", f"{value} is not a value") from None
 
 
-def append_batch(request: Any, block_size: int, max_tokens: int) -> AppendBatch:
+def append_batch(request: Any, block_size: int, max_tokens: int, max_rows: int) -> AppendBatch:
     """The rows of an Append. max_tokens: of all of them, with the lookahead."""
     token_ids = read_column32(request.token_ids)
     num = num_tokens(len(token_ids), "token_ids", max_tokens)
-    sequence_ids, start_positions, row_tokens = rows(request, "start_positions", "num_tokens")
+    columns = rows(request, "start_positions", "num_tokens", max_rows)
+    sequence_ids, start_positions, row_tokens = columns
     num_rows = len(sequence_ids)
     num_kv_valid = _optional_column(request, "num_kv_valid", num_rows)
     num_lookahead_tokens = _optional_column(request, "num_lookahead_tokens", num_rows)

@@ -35,6 +35,10 @@ API_VERSION = "v1"
 MAX_STREAMS_PER_CONNECTION = 1024
 MAX_STEP_ALLOCATES = 1024
 """New sequences in one step: a refused one takes a few bytes to ask for and many to answer."""
+MIN_ROWS_PER_CALL = 2**16
+"""Rows of a batch are of different sequences, and an owner has so many at most, or its limit."""
+FIELDS_PER_REQUEST = 2**16
+"""And one for each block that a prompt may have, since each may have an embeddings' digest."""
 REPLY_HEADROOM_BYTES = 1024
 """What a reply may hold beside block ids."""
 
@@ -131,7 +135,8 @@ class Daemon:
             on_allocated=on_allocated,
         )
         self.engine = self._make_engine(model, cache.num_blocks, around_kernels)
-        self.info = self._make_info(cache, model, _limits_message(limits, session_limits), verify)
+        limits_message = _limits_message(limits, session_limits, cache.block_size)
+        self.info = self._make_info(cache, model, limits_message, verify)
 
     def uptime_s(self) -> float:
         return self.clock() - self._started_s
@@ -189,7 +194,9 @@ class Daemon:
         )
 
 
-def _limits_message(limits: LimitOptions, sessions: SessionLimits) -> cache_pb2.Limits:
+def _limits_message(
+    limits: LimitOptions, sessions: SessionLimits, block_size: int
+) -> cache_pb2.Limits:
     return cache_pb2.Limits(
         max_message_bytes=limits.max_message_bytes,
         max_fork_children=limits.max_fork_children,
@@ -207,4 +214,6 @@ def _limits_message(limits: LimitOptions, sessions: SessionLimits) -> cache_pb2.
         max_step_streams=limits.max_step_streams,
         max_wait_pending_s=limits.max_wait_pending_s,
         max_pending_waits=limits.max_pending_waits,
+        max_rows_per_call=max(MIN_ROWS_PER_CALL, sessions.max_sequences),
+        max_fields_per_request=FIELDS_PER_REQUEST + limits.max_tokens_per_call // block_size,
     )

@@ -27,6 +27,7 @@ from prefixcache.errors import (
     PrefixCacheError,
 )
 from prefixcache.rpc import wire
+from prefixcache.rpc.field_count import has_more_fields
 from prefixcache.server.access import Access, StreamCaller
 from prefixcache.server.arrivals import Arrivals
 from prefixcache.server.call_counts import CallCounts
@@ -76,12 +77,13 @@ def add_services(
     call_counts: Mapping[str, CallCounts],
     observers: Observers,
     boot_id: bytes,
+    max_fields: int,
 ) -> None:
     """Register every RPC of the .proto files; services by their short names.
 
     streams: by the RPC's name. They run in threads of their own and not in their service's.
     transfers: gets the other calls. access: says who calls. call_counts: by the RPC's name.
-    observers: are told of all calls.
+    observers: are told of all calls. max_fields: of a request, with those of messages in it.
     """
     by_service: dict[str, dict[str, Any]] = {}
     for method in wire.methods():
@@ -94,11 +96,13 @@ def add_services(
         if method.is_stream:
             open_stream = getattr(service.servicer, f"open_{name}")
             admit_stream = partial(access.stream, needed_role=role)
-            stream = _stream_handler(rpc, open_stream, streams[method.name], admit_stream)
+            stream = _stream_handler(
+                rpc, open_stream, streams[method.name], admit_stream, max_fields
+            )
             run_in(streams[method.name].workers, stream)
             handlers[method.name] = grpc.stream_stream_rpc_method_handler(stream)
         else:
-            answer = _answer(rpc, getattr(service.servicer, name))
+            answer = _answer(rpc, getattr(service.servicer, name), max_fields)
             admit = partial(access.caller, needed_role=role)
             handler = _handler(rpc, answer, service.workers, transfers, admit)
             run_in(service.workers, handler)
@@ -129,7 +133,7 @@ def _handler(
                 call.caller = admit(context)
             except PrefixCacheError as error:
                 call.abort(error)
-            data = transfers.arrivals.request(requests, context)
+            data = transfers.arrivals.request(requests, context, workers)
             if data is None:
                 call.abort(InvalidArgumentError("request", "is missing"))
             # Its caller may have given up while it waited for a worker: done now, an Allocate
@@ -147,7 +151,11 @@ def _handler(
 
 
 def _stream_handler(
-    rpc: Rpc, open_stream: _OpenStream, streams: Streams, admit: _AdmitStream
+    rpc: Rpc,
+    open_stream: _OpenStream,
+    streams: Streams,
+    admit: _AdmitStream,
+    max_fields: int,
 ) -> Callable[[Iterator[bytes], grpc.ServicerContext], Iterator[bytes]]:
     def handle(requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         try:
@@ -156,7 +164,7 @@ def _stream_handler(
                 streams.opened(),
                 open_stream(context.cancel, known.caller) as answer_request,
             ):
-                answer = _answer(rpc, lambda request, caller: answer_request(request))
+                answer = _answer(rpc, lambda request, caller: answer_request(request), max_fields)
                 for data in requests:
                     known.check()
                     # gRPC asks for the next answer once this one has left.
@@ -172,7 +180,7 @@ def _stream_handler(
     return handle
 
 
-def _answer(rpc: Rpc, servicer_call: Callable[..., Any]) -> _Answer:
+def _answer(rpc: Rpc, servicer_call: Callable[..., Any], max_fields: int) -> _Answer:
     """One message in, one out, or the call is aborted."""
     takes_context = "context" in inspect.signature(servicer_call).parameters
     reader = wire.RequestReader(rpc.method)
@@ -181,7 +189,7 @@ def _answer(rpc: Rpc, servicer_call: Callable[..., Any]) -> _Answer:
         call.num_bytes_in = len(data)
         started_s = perf_counter()
         try:
-            call.request = _parse(rpc.method, reader, data)
+            call.request = _parse(rpc.method, reader, data, max_fields)
             context = (call.context,) if takes_context else ()
             call.reply = servicer_call(call.request, call.caller, *context)
         except PrefixCacheError as error:
@@ -198,10 +206,14 @@ def _answer(rpc: Rpc, servicer_call: Callable[..., Any]) -> _Answer:
     return answer
 
 
-def _parse(method: wire.Method, reader: wire.RequestReader, data: bytes) -> Any:
+def _parse(method: wire.Method, reader: wire.RequestReader, data: bytes, max_fields: int) -> Any:
     try:
+        if has_more_fields(data, method.request.DESCRIPTOR, max_fields):
+            raise InvalidArgumentError(
+                "request", f"has more than {max_fields} fields", limit=max_fields
+            )
         return reader.read(data)
-    except DecodeError as error:
+    except (DecodeError, ValueError) as error:
         raise InvalidArgumentError("request", f"is not a {method.name} request") from error
 
 

@@ -40,14 +40,17 @@ class HealthService:
     def add_to(self, server: grpc.Server) -> None:
         def check(requests: Iterator[Any], context: grpc.ServicerContext) -> Any:
             try:
-                return self._servicer.Check(self._request(requests, context), context)
+                return self._servicer.Check(
+                    self._request(requests, context, self._workers), context
+                )
             except PrefixCacheError as error:
                 context.abort_with_status(to_status(error, self._boot_id))
 
         def watch(requests: Iterator[Any], context: grpc.ServicerContext) -> Iterator[Any]:
             try:
                 with self._watches.opened():
-                    yield from self._servicer.Watch(self._request(requests, context), context)
+                    request = self._request(requests, context, self._watches.workers)
+                    yield from self._servicer.Watch(request, context)
             except PrefixCacheError as error:
                 context.abort_with_status(to_status(error, self._boot_id))
 
@@ -64,8 +67,13 @@ class HealthService:
         }
         server.add_registered_method_handlers(health.SERVICE_NAME, handlers)
 
-    def _request(self, requests: Iterator[Any], context: grpc.ServicerContext) -> Any:
-        request = self._arrivals.request(requests, context)
+    def _request(
+        self,
+        requests: Iterator[Any],
+        context: grpc.ServicerContext,
+        threads: ThreadPoolExecutor,
+    ) -> Any:
+        request = self._arrivals.request(requests, context, threads)
         if request is None:
             raise InvalidArgumentError("request", "is missing")
         return request

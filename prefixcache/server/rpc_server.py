@@ -126,6 +126,7 @@ class RpcServer:
             self.call_counts,
             observers or Observers(),
             daemon.boot_id,
+            limits.max_fields_per_request,
         )
         self._health.add_to(self._server)
         self._add_reflection()
@@ -157,7 +158,8 @@ class RpcServer:
         """Cancel KeepAlive streams that are of no use any more, calls whose peers are silent, and
         streams whose caller may not have them any more.
 
-        Refuse the calls that have waited too long for a thread, too. To be called now and then.
+        Refuse the calls that have waited too long for a thread, and let others run where silent
+        peers hold threads up, too. To be called now and then.
         """
         self._keep_alives.cut_stale()
         self._arrivals.cut_late()
@@ -166,8 +168,9 @@ class RpcServer:
             self._stuck.cut()
         else:
             self._stuck.forget()
-        self._workers.refuse_late()
-        self._attention_workers.refuse_late()
+        for workers in (self._workers, self._attention_workers):
+            workers.stand_in_for(self._arrivals.num_late(workers))
+            workers.refuse_late()
         self._access.cut_revoked()
 
     def works_within(self, timeout_s: float) -> bool:

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 from prefixcache.errors import PrefixCacheError, TooManyCallsError, WaitedTooLongError
 
 _REFUSING_THREADS = 2
+_MAX_STAND_INS = 256
 
 
 class WorkQueueLimits(NamedTuple):
@@ -44,7 +45,8 @@ class Workers(ThreadPoolExecutor):
     """At most `num_threads` threads, started when they are needed. Work waits in order.
 
     A thread that waits for something else may lend its place: then one more is started. Once it
-    goes on, there are more threads than `num_threads`, until one of them has nothing to do.
+    goes on, there are more threads than `num_threads`, until one of them has nothing to do. So it
+    is with threads that peers hold up (`stand_in_for`).
 
     A ThreadPoolExecutor, since gRPC takes no other for the threads of a handler. The threads do not
     keep the process alive.
@@ -74,6 +76,7 @@ class Workers(ThreadPoolExecutor):
         self._num_busy = 0
         self._num_ended = 0
         self._num_lent = 0
+        self._num_stand_ins = 0
         self._idle: list[_Mailbox] = []
         self._waiting: deque[_Work] = deque()
         self._is_shut = False
@@ -97,7 +100,7 @@ class Workers(ThreadPoolExecutor):
             if self._idle:
                 self._num_busy += 1
                 self._idle.pop().put(work)
-            elif self._has_place():
+            elif len(self._started) < self._num_places:
                 self._start(work)
             elif len(self._waiting) < self._limits.max_waiting:
                 self._waiting.append(work)
@@ -126,13 +129,21 @@ class Workers(ThreadPoolExecutor):
         """The calling thread, which is one of these, only waits meanwhile."""
         with self._guard:
             self._num_lent += 1
-            if self._waiting:
-                self._start(self._waiting.popleft())
+            self._start_waiting()
         try:
             yield
         finally:
             with self._guard:
                 self._num_lent -= 1
+
+    def stand_in_for(self, num_held_up: int) -> None:
+        """So many of the threads wait for their peers now. To be called now and then.
+
+        Twice as many others may run meanwhile, since what they do next may be held up as well.
+        """
+        with self._guard:
+            self._num_stand_ins = min(2 * num_held_up, _MAX_STAND_INS)
+            self._start_waiting()
 
     def wait_until_idle(self, timeout_s: float) -> bool:
         """Whether all that was submitted is done within that time, lent places given back too."""
@@ -152,8 +163,15 @@ class Workers(ThreadPoolExecutor):
         for thread in started if wait else ():
             thread.join()
 
-    def _has_place(self) -> bool:
-        return len(self._started) < self._num_threads + self._num_lent
+    @property
+    def _num_places(self) -> int:
+        return self._num_threads + self._num_lent + self._num_stand_ins
+
+    def _start_waiting(self) -> None:
+        while self._waiting and len(self._started) < self._num_places:
+            # It stays in the queue if no thread can be started.
+            self._start(self._waiting[0])
+            self._waiting.popleft()
 
     def _start(self, work: _Work) -> None:
         mailbox: _Mailbox = SimpleQueue()
@@ -179,7 +197,7 @@ class Workers(ThreadPoolExecutor):
                 return self._waiting.popleft()
             if self._is_shut:
                 mailbox.put(None)
-            elif len(self._started) > self._num_threads + self._num_lent:
+            elif len(self._started) > self._num_places:
                 del self._started[threading.current_thread()]
                 mailbox.put(None)
             else:

@@ -60,6 +60,8 @@ INFO = ServerInfo(
     max_step_streams=256,
     max_wait_pending_s=60.0,
     max_pending_waits=256,
+    max_rows_per_call=65536,
+    max_fields_per_request=327680,
     core="native",
 )
 STATS = PoolStats(

@@ -11,7 +11,14 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from prefixcache.core.sessions import SessionLimits
 from prefixcache.rpc._pb import attention_pb2, cache_pb2
-from prefixcache.server.daemon import CacheOptions, LimitOptions, ModelOptions
+from prefixcache.server import checks
+from prefixcache.server.daemon import (
+    FIELDS_PER_REQUEST,
+    MIN_ROWS_PER_CALL,
+    CacheOptions,
+    LimitOptions,
+    ModelOptions,
+)
 from prefixcache.storage.layout import KVLayout
 from tests.support.daemon import RunningDaemon, running_daemon
 from tests.support.gate import held
@@ -74,6 +81,83 @@ def test_a_prompt_with_just_as_many_tokens_is_taken(stubs: Stubs, lookahead: int
         kind = getattr(cache_pb2, f"{name}Request")
         stubs.call(name, prompt(kind, MAX_TOKENS - lookahead, lookahead))
     assert stubs.stats().sequences == 1
+
+
+MANY_ITEMS = cache_pb2.ExtraKeys(
+    multimodal_items=[cache_pb2.MultimodalItem()] * (FIELDS_PER_REQUEST + 9)
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "request_"),
+    [
+        ("Lookup", cache_pb2.LookupRequest(token_ids=[1], extra_keys=MANY_ITEMS)),
+        ("Allocate", cache_pb2.AllocateRequest(owner=OWNER, extra_keys=MANY_ITEMS)),
+        (
+            "Append",
+            cache_pb2.AppendRequest(extra_keys=[cache_pb2.AppendExtraKeys(extra_keys=MANY_ITEMS)]),
+        ),
+        ("Free", cache_pb2.FreeRequest(owner=OWNER, request_ids=["a"] * (FIELDS_PER_REQUEST + 9))),
+        ("Fork", cache_pb2.ForkRequest(owner=OWNER, request_ids=["a"] * (FIELDS_PER_REQUEST + 9))),
+    ],
+)
+def test_a_request_of_too_many_fields_is_not_parsed(stubs: Stubs, name: str, request_: Any) -> None:
+    """An empty item takes 2 bytes on the wire, and more than 100 in memory."""
+    refusal = stubs.refused(name, request_)
+    limit = stubs.call("GetServerInfo", cache_pb2.GetServerInfoRequest()).limits
+    assert refusal.code is grpc.StatusCode.INVALID_ARGUMENT
+    assert refusal.field == "request"
+    assert refusal.numbers["limit"] == str(limit.max_fields_per_request)
+    assert limit.max_fields_per_request == FIELDS_PER_REQUEST + MAX_TOKENS // 4
+
+
+MANY_IDS = range(1, MIN_ROWS_PER_CALL + 2)
+ROWS = {"sequence_ids": MANY_IDS, "start_positions": MANY_IDS, "num_tokens": MANY_IDS}
+
+
+@pytest.mark.parametrize(
+    ("name", "request_", "field"),
+    [
+        ("Append", cache_pb2.AppendRequest(owner=OWNER, **ROWS), "sequence_ids"),
+        ("Commit", cache_pb2.CommitRequest(owner=OWNER, sequence_ids=MANY_IDS), "sequence_ids"),
+        ("Free", cache_pb2.FreeRequest(owner=OWNER, sequence_ids=MANY_IDS), "sequence_ids"),
+        (
+            "Free",
+            cache_pb2.FreeRequest(owner=OWNER, sequence_ids=MANY_IDS[1:], request_ids=["a"]),
+            "request_ids",
+        ),
+        (
+            "Decode",
+            attention_pb2.DecodeRequest(batch=attention_pb2.AttentionBatch(owner=OWNER, **ROWS)),
+            "sequence_ids",
+        ),
+    ],
+)
+def test_a_batch_of_too_many_rows_is_refused(
+    stubs: Stubs, name: str, request_: Any, field: str
+) -> None:
+    refusal = stubs.refused(name, request_)
+    assert refusal.code is grpc.StatusCode.INVALID_ARGUMENT
+    assert (refusal.field, refusal.numbers["limit"]) == (field, str(MIN_ROWS_PER_CALL))
+
+
+def test_a_batch_of_just_as_many_rows_is_taken(stubs: Stubs) -> None:
+    freed = stubs.call("Free", cache_pb2.FreeRequest(owner=OWNER, sequence_ids=MANY_IDS[1:]))
+    assert len(freed.result_codes) == MIN_ROWS_PER_CALL
+
+
+def test_too_many_tokens_are_refused_before_anything_is_made_of_them(
+    running: RunningDaemon, stubs: Stubs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[object] = []
+    monkeypatch.setattr(running.daemon.sequences, "prepare", lambda *prompt: made.append(prompt))
+    monkeypatch.setattr(checks, "AppendBatch", lambda *columns: made.append(columns))
+    for name in ("Lookup", "Allocate"):
+        kind = getattr(cache_pb2, f"{name}Request")
+        assert stubs.refused(name, prompt(kind, MAX_TOKENS + 1)).field == "token_ids"
+    request = Peer(stubs, OWNER).append_request([Row(1, 0, tuple(range(MAX_TOKENS + 1)))])
+    assert stubs.refused("Append", request).field == "token_ids"
+    assert made == []
 
 
 @pytest.mark.parametrize(

@@ -186,6 +186,26 @@ def test_it_is_idle_once_all_is_done_also_what_waits_in_a_lent_place() -> None:
     assert workers.wait_until_idle(0)
 
 
+def test_others_stand_in_for_threads_that_peers_hold_up() -> None:
+    workers = Workers(2, "holding")
+    futures, go_on = all_busy(workers, 2)
+    waiting = [workers.submit(threading.get_ident) for _ in range(5)]
+    workers.stand_in_for(0)
+    assert workers.num_waiting == 5
+    workers.stand_in_for(1)
+    for future in waiting:
+        assert future.result(_TIMEOUT_S)
+    workers.stand_in_for(0)
+    go_on.set()
+    for future in futures:
+        future.result(_TIMEOUT_S)
+    # Those that are too many end as they find nothing to do.
+    for _ in range(4):
+        workers.submit(divmod, 7, 2).result(_TIMEOUT_S)
+    until(lambda: threads_named("holding") == 2)
+    workers.shutdown()
+
+
 def threads_named(name: str) -> int:
     return sum(one.name.startswith(name) for one in threading.enumerate())
 
