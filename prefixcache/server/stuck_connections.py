@@ -57,7 +57,11 @@ class StuckConnections:
 
 def _full_sockets() -> Iterator[tuple[int, int, int]]:
     """Descriptor, inode and bytes that the peer has not taken, of sockets with many of them."""
-    for fd in map(int, os.listdir("/proc/self/fd")):
+    try:
+        fds = os.listdir("/proc/self/fd")
+    except OSError:  # that takes a descriptor, and none is left
+        return
+    for fd in map(int, fds):
         if fd <= _LAST_STANDARD_FD:
             continue
         try:

@@ -100,10 +100,9 @@ class Workers(ThreadPoolExecutor):
             if self._idle:
                 self._num_busy += 1
                 self._idle.pop().put(work)
-            elif len(self._started) < self._num_places:
-                self._start(work)
-            elif len(self._waiting) < self._limits.max_waiting:
+            elif self._has_place() or len(self._waiting) < self._limits.max_waiting:
                 self._waiting.append(work)
+                self._start_waiting()
             else:
                 self._refuse(work, TooManyCallsError(self._limits.max_waiting))
         return work[0]
@@ -167,10 +166,15 @@ class Workers(ThreadPoolExecutor):
     def _num_places(self) -> int:
         return self._num_threads + self._num_lent + self._num_stand_ins
 
+    def _has_place(self) -> bool:
+        return len(self._started) < self._num_places
+
     def _start_waiting(self) -> None:
-        while self._waiting and len(self._started) < self._num_places:
-            # It stays in the queue if no thread can be started.
-            self._start(self._waiting[0])
+        while self._waiting and self._has_place():
+            try:
+                self._start(self._waiting[0])
+            except RuntimeError:  # the host has no thread left: it waits for one that there is
+                return
             self._waiting.popleft()
 
     def _start(self, work: _Work) -> None:

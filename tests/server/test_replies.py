@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -11,7 +13,7 @@ import pytest
 from prefixcache.rpc._pb import cache_pb2
 from prefixcache.server.daemon import MAX_STREAMS_PER_CONNECTION, CacheOptions, LimitOptions
 from prefixcache.server.replies import LARGE_REPLY_BYTES, UNREAD_TIMEOUT_S, Replies
-from prefixcache.server.stuck_connections import PATIENCE_S
+from prefixcache.server.stuck_connections import PATIENCE_S, StuckConnections
 from tests.support.daemon import running_daemon
 from tests.support.raw_peer import MAX_CONCURRENT_STREAMS, RawPeer
 from tests.support.stubs import METHODS, connected
@@ -79,6 +81,16 @@ def test_a_peer_that_fills_the_memory_and_reads_nothing_loses_its_connection() -
         running.sweep()
         until(lambda: len(unread) == 0)
         assert len(others.call("Lookup", request).block_hashes) == 100_000
+
+
+def test_without_a_descriptor_left_none_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It runs in the thread that ends sessions, which has to go on."""
+
+    def no_descriptor(path: str) -> list[str]:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), path)
+
+    monkeypatch.setattr(os, "listdir", no_descriptor)
+    StuckConnections(lambda: 0.0).cut()
 
 
 def test_replies_that_are_read_count_no_more() -> None:

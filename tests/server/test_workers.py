@@ -206,6 +206,22 @@ def test_others_stand_in_for_threads_that_peers_hold_up() -> None:
     workers.shutdown()
 
 
+def test_work_waits_for_the_threads_there_are_where_no_more_can_be_started(
+    workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    futures, go_on = all_busy(workers, 2)
+    monkeypatch.setattr(threading.Thread, "start", fail)
+    late = [workers.submit(divmod, 7, 2) for _ in range(3)]
+    workers.stand_in_for(5)
+    assert workers.num_waiting == 3
+    go_on.set()
+    for future in (*futures, *late):
+        assert future.result(_TIMEOUT_S)
+
+
 def threads_named(name: str) -> int:
     return sum(one.name.startswith(name) for one in threading.enumerate())
 
