@@ -41,6 +41,8 @@ _MAX_WATCHES = 64
 """Health watches and reflection streams that are served at the same time; more are refused."""
 _STREAMS_A_SESSION = 2
 """KeepAlive streams: the daemon may not know yet that the one before has broken."""
+HANDSHAKE_TIMEOUT_MS = 5_000
+"""A connection that has not come about by then, TLS included, leaves its place to others."""
 _UNREAD_MESSAGES = 4
 _MIN_UNREAD_BYTES = 64 * 2**20
 """So many of the largest messages, or so many bytes, may wait for their callers to read them."""
@@ -60,6 +62,7 @@ def make_server(workers: Workers, max_message_bytes: int, max_connections: int) 
             ("grpc.max_send_message_length", max_message_bytes),
             ("grpc.max_allowed_incoming_connections", max_connections),
             ("grpc.max_concurrent_streams", MAX_STREAMS_PER_CONNECTION),
+            ("grpc.server_handshake_timeout_ms", HANDSHAKE_TIMEOUT_MS),
             # Two daemons on one port would split its calls between two pools.
             ("grpc.so_reuseport", 0),
             ("grpc.keepalive_permit_without_calls", 1),

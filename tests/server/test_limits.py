@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +12,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from prefixcache.core.sessions import SessionLimits
 from prefixcache.rpc._pb import attention_pb2, cache_pb2
-from prefixcache.server import checks
+from prefixcache.server import checks, rpc_server
 from prefixcache.server.daemon import (
     FIELDS_PER_REQUEST,
     MIN_ROWS_PER_CALL,
@@ -279,6 +280,21 @@ def test_connections_beyond_the_limit_are_closed_and_the_others_served() -> None
             with pytest.raises(OSError), RawPeer(running.target) as third:
                 third.settings()
             assert first.lookup([1, 2]).num_blocks_needed == 1
+        until(lambda: is_served(running.target))
+
+
+@pytest.mark.parametrize("sent", [b"", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"])
+def test_a_connection_that_never_comes_about_leaves_its_place(
+    monkeypatch: pytest.MonkeyPatch, sent: bytes
+) -> None:
+    monkeypatch.setattr(rpc_server, "HANDSHAKE_TIMEOUT_MS", 200)
+    with running_daemon(CacheOptions(16, 4), None, LimitOptions(max_connections=1)) as running:
+        with socket.socket(socket.AF_UNIX) as silent:
+            silent.settimeout(TIMEOUT_S)
+            silent.connect(running.target.removeprefix("unix:"))
+            silent.sendall(sent)
+            while silent.recv(1024):
+                pass
         until(lambda: is_served(running.target))
 
 
