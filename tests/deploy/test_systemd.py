@@ -12,9 +12,10 @@ import pytest
 
 from prefixcache.address import SYSTEM_FOLDER
 from prefixcache.options import OPTIONS, make_config
-from tests.deploy.files import UNIT
+from tests.deploy.files import UNIT, USERS
 
 _ANALYZE = shutil.which("systemd-analyze")
+_SYSUSERS = shutil.which("systemd-sysusers")
 
 
 def service() -> configparser.SectionProxy:
@@ -45,3 +46,20 @@ def test_the_unit_fits_the_daemons_defaults() -> None:
     assert unit["ExecReload"] == "/bin/kill -HUP $MAINPID"
     flags = {word for word in unit["ExecStart"].split() if word.startswith("--")}
     assert flags <= {option.flag for option in OPTIONS.values()} | {"--config"}
+
+
+@pytest.mark.skipif(_SYSUSERS is None, reason="no systemd here")
+def test_systemd_makes_the_user_and_the_group_of_the_unit(tmp_path: Path) -> None:
+    assert _SYSUSERS is not None
+    (tmp_path / "etc").mkdir()
+    done = subprocess.run(
+        [_SYSUSERS, "--dry-run", f"--root={tmp_path}", str(USERS)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    unit = service()
+    assert f"Creating group '{unit['Group']}'" in done.stderr
+    assert f"Creating user '{unit['User']}'" in done.stderr
