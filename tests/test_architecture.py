@@ -21,6 +21,7 @@ LAYERS = {
     "errors": 0,
     "types": 0,
     "sizes": 0,
+    "durations": 0,
     "address": 0,
     "config": 0,
     "options": 0,

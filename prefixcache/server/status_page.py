@@ -18,6 +18,7 @@ from importlib.resources import files
 
 from prefixcache.core.history import Interval
 from prefixcache.core.stats import PoolStats
+from prefixcache.durations import format_duration
 from prefixcache.server.charts import bar, line
 from prefixcache.server.metrics_http import Reply
 from prefixcache.server.overview import INTERVAL_S, NUM_INTERVALS, Observer, Overview
@@ -107,7 +108,7 @@ def _about(seen: Overview) -> str:
     info = seen.info
     model = " ".join(filter(None, (info.model_name, info.model_revision)))
     facts = [
-        f"up {_duration(seen.stats.uptime_s)}",
+        f"up {format_duration(seen.stats.uptime_s)}",
         escape(model) or "no model named",
         "no K/V here" if info.device == "none" else f"K/V on {escape(info.device)}",
         escape(info.hash_algorithm),
@@ -200,7 +201,7 @@ def _sequences(seen: Overview) -> str:
             f"{row.num_tokens:,}",
             f"{row.num_computed_tokens:,}",
             f"{row.num_cached_tokens:,}",
-            _duration(row.age_s),
+            format_duration(row.age_s),
         )
         for row in seen.sequences
     ]
@@ -218,7 +219,7 @@ def _sessions(seen: Overview) -> str:
             f"{row.num_sequences:,}",
             "yes" if row.is_connected else "no",
             f"{row.left_s:,.1f} s",
-            _duration(row.age_s),
+            format_duration(row.age_s),
         )
         for row in seen.sessions
     ]
@@ -314,14 +315,3 @@ def _percent(part: int, whole: int) -> str:
 
 def _rate(value: float | None) -> str:
     return "-" if value is None else f"{value:,.1f}"
-
-
-def _duration(seconds: float) -> str:
-    """Two units at most."""
-    whole = int(seconds)
-    days, hours, minutes = whole // 86400, whole // 3600 % 24, whole // 60 % 60
-    if days:
-        return f"{days} d {hours} h"
-    if hours:
-        return f"{hours} h {minutes} min"
-    return f"{minutes} min {whole % 60} s" if minutes else f"{seconds:.1f} s"
