@@ -33,6 +33,7 @@ from prefixcache.sizes import MAX_BLOCKS, format_size, parse_size
 ENV_PREFIX = "PREFIXCACHE_"
 DEFAULT_CPU_MEMORY_BYTES = 2**30
 DEFAULT_GPU_MEMORY_FRACTION = 0.8
+DEFAULT_EVENT_BUFFER_BYTES = 64 * 2**20
 MIN_SAFE_SEED_LENGTH = 16
 LATENT_KV_DTYPE = "must be auto for multi-head latent attention: latents are not quantised"
 
@@ -508,6 +509,71 @@ class TracingSection(Section):
         return self
 
 
+class EventsSection(Section):
+    title: ClassVar[str] = "Events"
+
+    event_buffer: Size | None = _setting(
+        None,
+        "Keep the last events of the cache, so many bytes of them, for `prefixcache events` and "
+        f"other watchers. Left out, there are none, or {format_size(DEFAULT_EVENT_BUFFER_BYTES)} "
+        "with --events-zmq.",
+        unit="bytes",
+        ge=2**20,
+    )
+    events_zmq: str | None = _setting(
+        None,
+        "Address that publishes events over ZeroMQ as vLLM does: tcp://host:port, where * is any "
+        "host.",
+    )
+    events_zmq_replay: str | None = _setting(
+        None, "Address where a subscriber of --events-zmq asks for events that it has missed."
+    )
+    events_topic: str = _setting("", "Topic of the messages of --events-zmq.", max_length=256)
+
+    @property
+    def buffer_bytes(self) -> int:
+        """0 for no events."""
+        default = 0 if self.events_zmq is None else DEFAULT_EVENT_BUFFER_BYTES
+        return default if self.event_buffer is None else self.event_buffer
+
+    @property
+    def open_endpoints(self) -> tuple[str, ...]:
+        """Those that other machines may reach."""
+        given = (self.events_zmq, self.events_zmq_replay)
+        return tuple(text for text in given if text is not None and not _is_loopback(text))
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        for name in ("events_zmq", "events_zmq_replay"):
+            endpoint = getattr(self, name)
+            if endpoint is not None:
+                try:
+                    _is_loopback(endpoint)
+                except ValueError as error:
+                    flag = "--" + name.replace("_", "-")
+                    raise InvalidArgumentError(flag, str(error)) from None
+        if self.events_zmq is None:
+            if self.events_zmq_replay is not None:
+                raise InvalidArgumentError("--events-zmq-replay", "needs --events-zmq")
+            if self.events_topic:
+                raise InvalidArgumentError("--events-topic", "needs --events-zmq")
+        return self
+
+
+def _is_loopback(endpoint: str) -> bool:
+    """Of ZeroMQ. Raises ValueError for one that is not `tcp://host:port`."""
+    scheme, separator, text = endpoint.partition("://")
+    if (scheme, separator) != ("tcp", "://"):
+        raise ValueError(f"{endpoint!r} is no address; write tcp://host:port")
+    if text.startswith("*:"):
+        parse_address(f"0.0.0.0{text[1:]}")
+        return False
+    address = parse_address(text)
+    if not isinstance(address, TcpAddress):
+        raise ValueError(f"{endpoint!r} is no address; write tcp://host:port")
+    return address.is_loopback
+
+
 class RecordSection(Section):
     title: ClassVar[str] = "Record of requests"
 
@@ -557,6 +623,7 @@ class ServeConfig:
     limits: LimitSection
     sessions: SessionSection
     metrics: MetricsSection
+    events: EventsSection
     record: RecordSection
     tracing: TracingSection
     process: ProcessSection
@@ -575,6 +642,12 @@ class ServeConfig:
         if self.record.record is not None and not self.cache.prefix_caching:
             raise InvalidArgumentError(
                 "--record", "cannot go with --no-prefix-caching, which hashes nothing"
+            )
+
+        if self.events.buffer_bytes and not self.cache.prefix_caching:
+            flag = "--events-zmq" if self.events.event_buffer is None else "--event-buffer"
+            raise InvalidArgumentError(
+                flag, "cannot go with --no-prefix-caching, with which nothing is cached"
             )
 
     def _check_exposure(self) -> None:
@@ -622,4 +695,9 @@ class ServeConfig:
                 f"the metrics at {metrics} can be read from other machines; they hold counts and "
                 "the names of the model and of tenants, no prompts"
             )
+        found += [
+            f"{endpoint} can be reached from other machines, and tells whoever asks what tokens "
+            "are cached, of all tenants: ZeroMQ has no access control here"
+            for endpoint in self.events.open_endpoints
+        ]
         return tuple(found)

@@ -14,11 +14,14 @@ PrefixCacheError
 │   ├── OvertakenError              an old copy of a call that its client has done with
 │   ├── BeyondTokensError     more tokens committed, or run, than the sequence has room for
 │   ├── NotComputedError            Fork of a sequence with tokens still to compute
+│   ├── EventsOffError              WatchEvents on a daemon that keeps no events
 │   ├── BlocksInUseError            reset without force while blocks are referenced
 │   ├── FingerprintMismatchError    the client was built for another layout or model
 │   ├── ForkedClientError           the client belongs to the process that this one was forked from
 │   ├── NoStorageError              Prefill or Decode on a daemon without K/V memory
 │   └── StorageOwnedError           Commit on a daemon that computes K/V itself
+├── OutOfRangeError
+│   └── EventsGoneError             events from that number on are not there, or not any more
 ├── ResourceExhaustedError
 │   ├── NoRoomError                 too few free blocks now; retry after some are freed
 │   ├── QuotaExceededError          the tenant would hold more blocks than it may
@@ -59,6 +62,8 @@ __all__ = [
     "CancelledCallError",
     "DeadlineExceededError",
     "DrainingError",
+    "EventsGoneError",
+    "EventsOffError",
     "ExceedsPoolError",
     "FailedPreconditionError",
     "FingerprintMismatchError",
@@ -69,6 +74,7 @@ __all__ = [
     "NoStorageError",
     "NotComputedError",
     "NotFoundError",
+    "OutOfRangeError",
     "OvertakenError",
     "PermissionDeniedError",
     "PrefixCacheError",
@@ -277,6 +283,28 @@ class StorageOwnedError(FailedPreconditionError):
         super().__init__(
             "this daemon writes K/V itself; blocks commit when Prefill or Decode of the last "
             "layer has passed them"
+        )
+
+
+class EventsOffError(FailedPreconditionError):
+    reason = "EVENTS_OFF"
+
+    def __init__(self) -> None:
+        super().__init__("the daemon keeps no events: it was started without --event-buffer")
+
+
+class OutOfRangeError(PrefixCacheError):
+    reason = "OUT_OF_RANGE"
+
+
+class EventsGoneError(OutOfRangeError):
+    reason = "EVENTS_GONE"
+
+    def __init__(self, number: int, first_number: int, next_number: int) -> None:
+        super().__init__(
+            f"event {number} is not there: this start of the daemon has those from {first_number} "
+            f"on, and the next one is {next_number}; a snapshot starts anew",
+            {"number": number, "first_number": first_number, "next_number": next_number},
         )
 
 

@@ -28,6 +28,7 @@ COMMANDS = {
     "health": "Ask whether a daemon serves: the exit code is 0 if it does, else 1.",
     "stats": "Show the hit rate, the pool's fill and other counts of a daemon.",
     "top": "Follow a daemon in the terminal: pool, hit rate, evictions, sequences, sessions, RPCs.",
+    "events": "Print what becomes cached and what no longer is, as it happens.",
     "lookup": "Ask how much of a prompt is cached; changes nothing.",
     "replay": "Count hits and evictions of a request trace, exactly.",
     "analyze": "Size the pool from request traces: hits by pool size, working set, reuse.",

@@ -18,7 +18,8 @@ import grpc
 import numpy.typing as npt
 
 from prefixcache.address import Address
-from prefixcache.client import attention_calls, messages, sequence_calls, session_calls
+from prefixcache.client import attention_calls, events, messages, sequence_calls, session_calls
+from prefixcache.client.aio_events import AsyncEventStream
 from prefixcache.client.aio_keeper import AsyncSessionKeeper
 from prefixcache.client.aio_sequence import AsyncSequence, OpeningSequence
 from prefixcache.client.aio_steps import AsyncStepStream
@@ -37,6 +38,7 @@ from prefixcache.client.credentials import (
     Credentials,
     make_channel,
 )
+from prefixcache.client.events import EventPosition
 from prefixcache.client.home_process import AsyncProcess, HomeProcess
 from prefixcache.client.lease import Lease, owner_of, rows_by_lease
 from prefixcache.client.lost_requests import FREE_TIMEOUT_S, LostRequest
@@ -407,6 +409,29 @@ class AsyncClient:
         await self._free_lost(lease, lease.due_requests(), self._timeout_s)
         steps = UnansweredSteps(lease, info, lambda state: AsyncSequence(self, lease, state))
         return AsyncStepStream(self._stubs["Step"], steps, self._timeout_s, self._home)
+
+    # ---- events
+
+    async def watch_events(
+        self,
+        start: EventPosition | None = None,
+        *,
+        snapshot: bool = True,
+        timeout_s: float | None = None,
+    ) -> AsyncEventStream:
+        """What becomes cached and what no longer is, as it happens. Needs the role of an admin.
+
+        A snapshot of what is cached comes first, and again after a loss, unless `snapshot` is
+        False. start: the `position` of an earlier stream, to go on from there without one.
+        timeout_s: of the first call, which asks for the daemon's description; events are waited
+        for without a limit.
+
+        The stream raises EventsOffError if the daemon keeps no events, EventsGoneError if it has
+        those from `start` on no more, and TooManyStreamsError.
+        """
+        await self._ready(timeout_s)
+        request = events.request(start, snapshot)
+        return AsyncEventStream(self._stubs["WatchEvents"](request), self._home)
 
     # ---- the session
 

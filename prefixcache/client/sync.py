@@ -17,7 +17,7 @@ import grpc
 import numpy.typing as npt
 
 from prefixcache.address import Address
-from prefixcache.client import attention_calls, messages, sequence_calls, session_calls
+from prefixcache.client import attention_calls, events, messages, sequence_calls, session_calls
 from prefixcache.client.channel import (
     DEFAULT_MAX_MESSAGE_BYTES,
     DEFAULT_SESSION_TTL_S,
@@ -33,6 +33,7 @@ from prefixcache.client.credentials import (
     Credentials,
     make_channel,
 )
+from prefixcache.client.events import EventPosition
 from prefixcache.client.home_process import HomeProcess
 from prefixcache.client.lease import Lease, owner_of, rows_by_lease
 from prefixcache.client.lost_requests import FREE_TIMEOUT_S, LostRequest
@@ -40,6 +41,7 @@ from prefixcache.client.messages import Call, ResultT
 from prefixcache.client.opening import Opening
 from prefixcache.client.results import SequenceInfo, ServerInfo, SessionInfo
 from prefixcache.client.sequence_state import SequenceState
+from prefixcache.client.sync_events import EventStream
 from prefixcache.client.sync_keeper import SessionKeeper
 from prefixcache.client.sync_sequence import Sequence
 from prefixcache.client.sync_steps import StepStream
@@ -396,6 +398,29 @@ class Client:
         self._free_lost(lease, lease.due_requests(), self._timeout_s)
         steps = UnansweredSteps(lease, info, lambda state: Sequence(self, lease, state))
         return StepStream(self._stubs["Step"], steps, self._timeout_s, self._home)
+
+    # ---- events
+
+    def watch_events(
+        self,
+        start: EventPosition | None = None,
+        *,
+        snapshot: bool = True,
+        timeout_s: float | None = None,
+    ) -> EventStream:
+        """What becomes cached and what no longer is, as it happens. Needs the role of an admin.
+
+        A snapshot of what is cached comes first, and again after a loss, unless `snapshot` is
+        False. start: the `position` of an earlier stream, to go on from there without one.
+        timeout_s: of the first call, which asks for the daemon's description; events are waited
+        for without a limit.
+
+        The stream raises EventsOffError if the daemon keeps no events, EventsGoneError if it has
+        those from `start` on no more, and TooManyStreamsError.
+        """
+        self._ready(timeout_s)
+        request = events.request(start, snapshot)
+        return EventStream(self._stubs["WatchEvents"](request), self._home)
 
     # ---- the session
 

@@ -35,6 +35,7 @@ STATUS_CODES: dict[type[PrefixCacheError], grpc.StatusCode] = {
     errors.NotFoundError: grpc.StatusCode.NOT_FOUND,
     errors.AlreadyExistsError: grpc.StatusCode.ALREADY_EXISTS,
     errors.FailedPreconditionError: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.OutOfRangeError: grpc.StatusCode.OUT_OF_RANGE,
     errors.ResourceExhaustedError: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.AbortedError: grpc.StatusCode.ABORTED,
     errors.UnauthenticatedError: grpc.StatusCode.UNAUTHENTICATED,

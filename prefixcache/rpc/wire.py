@@ -35,7 +35,8 @@ _COLUMN_WIDTHS: dict[int, int] = {_Field.TYPE_FIXED32: 4, _Field.TYPE_FIXED64: 8
 class Method:
     """One RPC: `path` is `/package.Service/Name`; requests and replies as declared.
 
-    is_stream: any number of requests, and a reply for each.
+    is_stream: any number of replies; one for each request if there are many of those too.
+    is_watch: a stream of one request.
     """
 
     service: str
@@ -43,6 +44,7 @@ class Method:
     request: type[Message]
     response: type[Message]
     is_stream: bool
+    is_watch: bool
 
     @property
     def path(self) -> str:
@@ -59,7 +61,8 @@ def methods() -> Iterator[Method]:
                     method.name,
                     message_factory.GetMessageClass(method.input_type),
                     message_factory.GetMessageClass(method.output_type),
-                    method.client_streaming,
+                    method.server_streaming,
+                    method.server_streaming and not method.client_streaming,
                 )
 
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import grpc
 
 from prefixcache.core.sessions import owner_digest
 from prefixcache.errors import InvalidArgumentError
@@ -12,6 +15,7 @@ from prefixcache.rpc._pb import admin_pb2
 from prefixcache.server.call_counts import CallCounts
 from prefixcache.server.callers import Caller
 from prefixcache.server.daemon import Daemon
+from prefixcache.server.event_streams import EventStreams
 from prefixcache.server.read_stats import read_stats
 from prefixcache.types import SequenceOrder
 
@@ -23,9 +27,12 @@ _PAGE_TOKEN = re.compile("[0-9]{1,20}")
 class AdminService:
     """call_counts: by the RPC's name."""
 
-    def __init__(self, daemon: Daemon, call_counts: Mapping[str, CallCounts]) -> None:
+    def __init__(
+        self, daemon: Daemon, call_counts: Mapping[str, CallCounts], event_streams: EventStreams
+    ) -> None:
         self._daemon = daemon
         self._call_counts = call_counts
+        self._event_streams = event_streams
         self._sequences = daemon.sequences
 
     def get_stats(
@@ -97,6 +104,11 @@ class AdminService:
             ],
             next_page_token=str(shown[-1].serial) if len(page) > page_size else "",
         )
+
+    def watch_events(
+        self, request: admin_pb2.WatchEventsRequest, caller: Caller, context: grpc.ServicerContext
+    ) -> Iterator[Any]:
+        return self._event_streams.watch(request, context)
 
 
 def _page(

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from prefixcache import __version__
+from prefixcache.core.events import EventLog
 from prefixcache.core.form import FORM
 from prefixcache.core.hashing import HASH_ALGORITHMS, HASH_RECIPE_VERSION, Hasher
 from prefixcache.core.pool import Pool
@@ -45,7 +46,10 @@ REPLY_HEADROOM_BYTES = 1024
 
 @dataclass(frozen=True, slots=True)
 class CacheOptions:
-    """How blocks are hashed and kept. `verify_hits` None: on for digests that can collide."""
+    """How blocks are hashed and kept. `verify_hits` None: on for digests that can collide.
+
+    event_buffer_bytes: of the last events, which WatchEvents tells; 0 for none.
+    """
 
     num_blocks: int
     block_size: int = 16
@@ -54,6 +58,7 @@ class CacheOptions:
     verify_hits: bool | None = None
     prefix_caching: bool = True
     owner_ttl_s: float = 600.0
+    event_buffer_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,8 +129,16 @@ class Daemon:
         self.is_draining = False
         self.clock = clock
         self._started_s = clock()
+        events = EventLog(cache.event_buffer_bytes) if cache.event_buffer_bytes else None
         self.sequences = Sequences(
-            Pool(cache.num_blocks, cache.block_size, verify, algorithm.digest_bytes, clock=clock),
+            Pool(
+                cache.num_blocks,
+                cache.block_size,
+                verify,
+                algorithm.digest_bytes,
+                events,
+                clock=clock,
+            ),
             hasher,
             num_layers=model.layout.num_layers if model.layout else 1,
             caching=cache.prefix_caching,
@@ -186,7 +199,10 @@ class Daemon:
             verify_hits=verify,
             prefix_caching=cache.prefix_caching,
             limits=limits,
-            capabilities=["attention"] if layout else ["commit"],
+            capabilities=[
+                "attention" if layout else "commit",
+                *(["events"] if cache.event_buffer_bytes else []),
+            ],
             model_name=model.name,
             model_revision=model.revision,
             owner_ttl_s=cache.owner_ttl_s,

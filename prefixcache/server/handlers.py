@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from time import perf_counter
 from typing import Any
 
@@ -41,6 +42,7 @@ _log = structlog.get_logger(__name__)
 
 _Answer = Callable[[bytes, Call], bytes]
 _OpenStream = Callable[[Callable[[], object], Caller], AbstractContextManager[Callable[[Any], Any]]]
+_Watch = Callable[[Any, Caller | None, grpc.ServicerContext], Iterator[Any]]
 _Admit = Callable[[grpc.ServicerContext], Caller]
 _AdmitStream = Callable[[grpc.ServicerContext], AbstractContextManager[StreamCaller]]
 
@@ -53,7 +55,8 @@ class Service:
     message, a twin or not, or raises a PrefixCacheError; one with a parameter `context` gets gRPC's
     context of the call too. For the stream `Step` it is `open_step(cancel, caller)`, a context that
     lasts as long as the stream and gives what answers each message; `cancel` ends the stream, from
-    any thread.
+    any thread. For WatchEvents, a stream of one request, `watch_events(request, caller, context)`
+    gives the replies, the first at once, and may raise between them.
     """
 
     servicer: object
@@ -94,11 +97,17 @@ def add_services(
         counts = call_counts[method.name]
         rpc = Rpc(method, counts, boot_id, observers.access_log, observers.spans)
         if method.is_stream:
-            open_stream = getattr(service.servicer, f"open_{name}")
             admit_stream = partial(access.stream, needed_role=role)
-            stream = _stream_handler(
-                rpc, open_stream, streams[method.name], admit_stream, max_fields
-            )
+            if method.is_watch:
+                watch, arrivals = getattr(service.servicer, name), transfers.arrivals
+                stream = _watch_handler(
+                    rpc, watch, streams[method.name], arrivals, admit_stream, max_fields
+                )
+            else:
+                open_stream = getattr(service.servicer, f"open_{name}")
+                stream = _stream_handler(
+                    rpc, open_stream, streams[method.name], admit_stream, max_fields
+                )
             run_in(streams[method.name].workers, stream)
             handlers[method.name] = grpc.stream_stream_rpc_method_handler(stream)
         else:
@@ -178,6 +187,58 @@ def _stream_handler(
                 call.abort(error)
 
     return handle
+
+
+def _watch_handler(
+    rpc: Rpc,
+    watch: _Watch,
+    streams: Streams,
+    arrivals: Arrivals,
+    admit: _AdmitStream,
+    max_fields: int,
+) -> Callable[[Iterator[bytes], grpc.ServicerContext], Iterator[bytes]]:
+    """The call ends with its first reply, for those who observe calls."""
+    reader = wire.RequestReader(rpc.method)
+
+    def begin(call: Call, requests: Iterator[bytes]) -> Iterator[Any]:
+        started_s = perf_counter()
+        data = arrivals.request(requests, call.context, streams.workers)
+        if data is None:
+            call.abort(InvalidArgumentError("request", "is missing"))
+        call.num_bytes_in = len(data)
+        try:
+            call.request = _parse(rpc.method, reader, data, max_fields)
+            replies = _without_bugs(watch(call.request, call.caller, call.context))
+            first = next(replies)
+        except PrefixCacheError as error:
+            call.abort(error, perf_counter() - started_s)
+        call.ended(perf_counter() - started_s)
+        return chain([first], replies)
+
+    def handle(requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+        try:
+            with admit(context) as known, streams.opened():
+                with Call(rpc, context) as call:
+                    call.caller = known.caller
+                    replies = begin(call, requests)
+                for reply in replies:
+                    known.check()
+                    yield _serialize(reply)
+        except PrefixCacheError as error:
+            with Call(rpc, context) as call:
+                call.abort(error)
+
+    return handle
+
+
+def _without_bugs(replies: Iterator[Any]) -> Iterator[Any]:
+    try:
+        yield from replies
+    except PrefixCacheError:
+        raise
+    except Exception as error:
+        _log.exception("rpc failed")
+        raise InternalError("internal error, see the daemon's log") from error
 
 
 def _answer(rpc: Rpc, servicer_call: Callable[..., Any], max_fields: int) -> _Answer:

@@ -22,7 +22,7 @@ from prefixcache.address import (
     check_socket_folder,
     default_listen_address,
 )
-from prefixcache.config import ServeConfig
+from prefixcache.config import EventsSection, ServeConfig
 from prefixcache.core.sessions import SessionLimits
 from prefixcache.errors import InvalidArgumentError
 from prefixcache.server.calls import AccessLog, Observers
@@ -47,6 +47,7 @@ from prefixcache.storage.layout import Layout, num_blocks_for_memory
 
 if TYPE_CHECKING:
     from prefixcache.server.tracing import Tracing
+    from prefixcache.server.zmq_publisher import ZmqPublisher
 
 _log = structlog.get_logger(__name__)
 
@@ -83,6 +84,7 @@ def run(config: ServeConfig, read_config: Callable[[], ServeConfig]) -> int:
         bound = [_listen(server, gate, address, resources) for address in addresses]
         observer = Observer(daemon, server.call_counts, lambda: server.is_serving)
         metrics = _listen_for_metrics(config.metrics.address, daemon, server, observer, resources)
+        publisher = _make_publisher(config.events, daemon, resources)
         gate.start()
         _settle_objects()
         if recorder is not None:
@@ -98,6 +100,13 @@ def run(config: ServeConfig, read_config: Callable[[], ServeConfig]) -> int:
         _log_start(daemon, bound)
         if metrics is not None:
             _log.info("serving metrics", address=metrics)
+        if publisher is not None:
+            publisher.start()
+            _log.info(
+                "publishing events",
+                address=publisher.endpoint,
+                replay_address=publisher.replay_endpoint,
+            )
         watchdog = Watchdog(manager.watchdog_s, server.works_within, manager.beat)
         watchdog.start()
         _wait_for_end(signals, reload, manager, f"serving on {', '.join(bound)}")
@@ -187,6 +196,7 @@ def _make_daemon(config: ServeConfig, recorder: Recorder | None, tracing: Tracin
             verify_hits=config.cache.verify_hits,
             prefix_caching=config.cache.prefix_caching,
             owner_ttl_s=config.cache.owner_ttl,
+            event_buffer_bytes=config.events.buffer_bytes,
         ),
         model,
         LimitOptions(
@@ -305,6 +315,36 @@ def _listen_for_metrics(
         claim.open_to_group()
     metrics.start()
     return str(metrics.address)
+
+
+def _make_publisher(
+    events: EventsSection, daemon: Daemon, resources: ExitStack
+) -> ZmqPublisher | None:
+    """Of events over ZeroMQ, until the daemon ends, its drain included."""
+    if events.events_zmq is None:
+        return None
+    try:
+        from prefixcache.server.vllm_events import VllmEncoder
+        from prefixcache.server.zmq_publisher import ZmqPublisher
+    except ModuleNotFoundError as error:
+        raise InvalidArgumentError(
+            "--events-zmq", f"needs {error.name}: pip install 'prefixcache[events]'"
+        ) from error
+    pool = daemon.sequences.pool
+    encoder = VllmEncoder(
+        block_size=pool.block_size,
+        digest_bytes=pool.digest_bytes,
+        medium="CPU" if daemon.info.device == "cpu" else "GPU",
+    )
+    publisher = ZmqPublisher(
+        daemon.sequences,
+        encoder.encode,
+        events.events_zmq,
+        events.events_zmq_replay,
+        events.events_topic,
+    )
+    resources.callback(publisher.close)
+    return publisher
 
 
 def _claim(address: UnixAddress, field: str, resources: ExitStack) -> SocketClaim:

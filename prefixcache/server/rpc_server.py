@@ -25,6 +25,7 @@ from prefixcache.server.cache_service import CacheService
 from prefixcache.server.call_counts import CallCounts
 from prefixcache.server.calls import Observers
 from prefixcache.server.daemon import MAX_STREAMS_PER_CONNECTION, Daemon
+from prefixcache.server.event_streams import MAX_EVENT_STREAMS, EventStreams
 from prefixcache.server.handlers import Service, Transfers, add_services, run_in
 from prefixcache.server.health_service import HealthService
 from prefixcache.server.keep_alive import KeepAliveStreams
@@ -110,6 +111,7 @@ class RpcServer:
         self._stuck = StuckConnections(daemon.clock)
         max_keep_alives = _STREAMS_A_SESSION * limits.max_sessions
         self._keep_alives = KeepAliveStreams(daemon.sequences, daemon.boot_id, daemon.clock)
+        self._event_streams = EventStreams(daemon.sequences, daemon.boot_id)
         self._health = HealthService(self._workers, self._watches, self._arrivals, daemon.boot_id)
         self._server = make_server(self._workers, limits.max_message_bytes, limits.max_connections)
         add_services(
@@ -118,11 +120,14 @@ class RpcServer:
                 "PrefixCacheService": Service(CacheService(daemon, self._waits), self._workers),
                 "SessionService": Service(SessionService(daemon, self._keep_alives), self._workers),
                 "AttentionService": Service(AttentionService(daemon), self._attention_workers),
-                "AdminService": Service(AdminService(daemon, self.call_counts), self._workers),
+                "AdminService": Service(
+                    AdminService(daemon, self.call_counts, self._event_streams), self._workers
+                ),
             },
             {
                 "Step": self._step_streams,
                 "KeepAlive": Streams(max_keep_alives, "keep-alive"),
+                "WatchEvents": Streams(MAX_EVENT_STREAMS, "events"),
             },
             Transfers(self._arrivals, self._replies),
             self._access,
@@ -197,7 +202,8 @@ class RpcServer:
     def stop(self, drain_timeout_s: float) -> bool:
         """Say that it is not serving, refuse new calls, and wait for running ones.
 
-        Calls that wait for another's blocks are woken, and refused as new ones are.
+        Calls that wait for another's blocks are woken, and refused as new ones are; so are those
+        that watch events.
 
         Streams are cut when the calls have ended: a health watch would last for ever. Until then
         steps are answered, and those that have begun are in any case. False if calls or steps
@@ -207,6 +213,7 @@ class RpcServer:
         self.is_serving = False
         self._daemon.is_draining = True
         self._waits.wake_all()
+        self._event_streams.close()
         self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
         stopped = self._server.stop(drain_timeout_s)
         calls_have_ended = all(

@@ -9,12 +9,14 @@ import re
 
 import pytest
 
-from prefixcache import AsyncClient, AsyncSequence, Client, Sequence
+from prefixcache import AsyncClient, AsyncEventStream, AsyncSequence, Client, EventStream, Sequence
 from prefixcache.client import (
     aio,
+    aio_events,
     aio_sequence,
     aio_steps,
     sync,
+    sync_events,
     sync_sequence,
     sync_steps,
 )
@@ -26,10 +28,20 @@ from tests.client.fake_daemon import allocated, fake_daemon
 from tests.client.twins import open_client
 from tests.rpc.test_status import EXAMPLES
 
-PAIRS = [(Client, AsyncClient), (Sequence, AsyncSequence), (StepStream, AsyncStepStream)]
-MODULES = [(sync, aio), (sync_sequence, aio_sequence), (sync_steps, aio_steps)]
-NO_COROUTINES = ("sequence", "new_step", "send", "__init__")
-"""Methods of an async class that need no await: the first two make objects, `send` only queues."""
+PAIRS = [
+    (Client, AsyncClient),
+    (Sequence, AsyncSequence),
+    (StepStream, AsyncStepStream),
+    (EventStream, AsyncEventStream),
+]
+MODULES = [
+    (sync, aio),
+    (sync_sequence, aio_sequence),
+    (sync_steps, aio_steps),
+    (sync_events, aio_events),
+]
+NO_COROUTINES = ("sequence", "new_step", "send", "position", "__init__")
+"""Methods of an async class that need no await: they make or tell something, `send` only queues."""
 ASYNC_WORDS = [
     ("grpc.aio.Channel", "grpc.Channel"),
     ("make_channel(grpc.aio,", "make_channel(grpc,"),
@@ -39,6 +51,9 @@ ASYNC_WORDS = [
     ("AsyncClient", "Client"),
     ("AsyncSequence", "Sequence"),
     ("AsyncStepStream", "StepStream"),
+    ("AsyncEventStream", "EventStream"),
+    ("__aiter__", "__iter__"),
+    ("__anext__", "__next__"),
     ("AsyncSessionKeeper", "SessionKeeper"),
     ("AsyncOpening", "Opening"),
     ("_keeper.abandon", "_keeper.stop"),
@@ -103,6 +118,9 @@ def test_the_code_of_both_differs_by_await_only(pair, modules):
         # A queue for threads and one for tasks, and a wait that ends: gRPC's threads have none.
         for name in ("__init__", "send", "wait", "_receive", "_end"):
             del one[name], other[name]
+    if pair[0] is EventStream:
+        # What gRPC's two kinds of streams have for the next reply and for the end.
+        del one["_receive"], other["_receive"]
     assert one == other
 
 

@@ -9,11 +9,12 @@ from contextlib import contextmanager
 from typing import Any
 
 from prefixcache import AsyncClient, AsyncSequence, Client
+from prefixcache.client.aio_events import AsyncEventStream
 from prefixcache.client.aio_sequence import OpeningSequence
 from prefixcache.client.aio_steps import AsyncStepStream
 from prefixcache.client.step import Pending, Step
 
-_TO_WRAP = (AsyncSequence, AsyncStepStream, Step, Pending)
+_TO_WRAP = (AsyncSequence, AsyncStepStream, AsyncEventStream, Step, Pending)
 """Steps and results do no I/O; they take and give sequences."""
 
 

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from prefixcache.core.append_batch import AppendBatch
+from prefixcache.core.events import EventLog
 from prefixcache.core.hashing import HashAlgorithm, Hasher
 from prefixcache.core.pending import Waiter
 from prefixcache.core.pool import PLAIN, REGISTERED, STANDBY, Pool
@@ -113,7 +114,7 @@ class BlockManagerMachine(SessionRules, RuleBasedStateMachine):
         hasher = Hasher(algorithm, "a seed for the state machine", block_size)
         self.now_s = 0.0
         self.sequences = Sequences(
-            Pool(num_blocks, block_size, self.verify_hits),
+            Pool(num_blocks, block_size, self.verify_hits, events=self.make_events()),
             hasher,
             num_layers=self.num_layers,
             caching=caching,
@@ -147,6 +148,10 @@ class BlockManagerMachine(SessionRules, RuleBasedStateMachine):
         self.copying: list[tuple[Any, int]] = []
         self.waiters: list[tuple[Waiter, list[bool], Any]] = []
         self.last_step: Callable[[], None] | None = None
+
+    def make_events(self) -> EventLog | None:
+        """The log of what becomes cached and what no longer is."""
+        return None
 
     def account_of(self, slot: bytes) -> int:
         """Of what is allocated there."""

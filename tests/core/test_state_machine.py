@@ -16,6 +16,7 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from prefixcache.types import CacheUse, FullHit
 from tests.core.account_rules import GUARANTEES, LIMITS, AccountRules
+from tests.core.event_rules import EventRules
 from tests.core.machine import REQUEST_IDS, TRUNKS, BlockManagerMachine, NoStorageMachine
 from tests.core.session_rules import OPEN_KEYS, OWNERS, SLOTS, TTLS_S
 
@@ -51,6 +52,22 @@ class NoStorageTenantsMachine(AccountRules, NoStorageMachine):
 
 
 class CollidingTenantsMachine(AccountRules, TwoBitMachine):
+    pass
+
+
+class WatchedMachine(EventRules, BlockManagerMachine):
+    pass
+
+
+class WatchedVerifyingMachine(EventRules, VerifyingMachine):
+    pass
+
+
+class WatchedCollidingMachine(EventRules, TwoBitMachine):
+    pass
+
+
+class WatchedTenantsMachine(EventRules, NoStorageTenantsMachine):
     pass
 
 
@@ -208,6 +225,12 @@ MACHINES = (
     TwoBitMachine,
     VerifyingMachine,
 )
+WATCHED_MACHINES = (
+    WatchedMachine,
+    WatchedVerifyingMachine,
+    WatchedCollidingMachine,
+    WatchedTenantsMachine,
+)
 TENANT_MACHINES = (TenantsMachine, NoStorageTenantsMachine, CollidingTenantsMachine)
 
 
@@ -225,6 +248,15 @@ def test_every_call_of_tenants_with_quotas_agrees_with_the_naive_model(
         walk(machine, seed, 250)
 
 
+@pytest.mark.parametrize("machine", WATCHED_MACHINES)
+def test_after_every_call_a_mirror_made_of_events_is_the_index(
+    machine: type[BlockManagerMachine],
+) -> None:
+    run(machine, examples=20, steps=40)
+    for seed in range(20):
+        walk(machine, seed, 250)
+
+
 @pytest.mark.parametrize("machine", MACHINES)
 def test_long_random_histories_agree_with_the_naive_model(
     machine: type[BlockManagerMachine],
@@ -234,7 +266,7 @@ def test_long_random_histories_agree_with_the_naive_model(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("machine", MACHINES + TENANT_MACHINES)
+@pytest.mark.parametrize("machine", MACHINES + TENANT_MACHINES + WATCHED_MACHINES)
 def test_a_hundred_thousand_random_calls_agree_with_the_naive_model(
     machine: type[BlockManagerMachine],
 ) -> None:
@@ -243,7 +275,7 @@ def test_a_hundred_thousand_random_calls_agree_with_the_naive_model(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("machine", MACHINES + TENANT_MACHINES)
+@pytest.mark.parametrize("machine", MACHINES + TENANT_MACHINES + WATCHED_MACHINES)
 def test_every_call_agrees_with_the_naive_model_for_long(
     machine: type[BlockManagerMachine],
 ) -> None:

@@ -132,11 +132,13 @@ def test_columns_are_little_endian(values):
 
 def test_methods_name_every_rpc_with_its_messages():
     found = {method.path: method for method in wire.methods()}
-    assert len(found) == 18
+    assert len(found) == 19
     assert [path for path, method in found.items() if method.is_stream] == [
         "/prefixcache.v1.PrefixCacheService/Step",
         "/prefixcache.v1.SessionService/KeepAlive",
+        "/prefixcache.v1.AdminService/WatchEvents",
     ]
+    assert [method.name for method in found.values() if method.is_watch] == ["WatchEvents"]
     lookup = found["/prefixcache.v1.PrefixCacheService/Lookup"]
     assert lookup.request is cache_pb2.LookupRequest
     assert lookup.response is cache_pb2.LookupResponse

@@ -161,11 +161,14 @@ cdef class Pool:
     cdef hash_index _index
     cdef standby_rings _rings
     cdef bint _verifies
+    cdef bint _has_nodes
     cdef contents _contents
     cdef dict _extra_keys
     cdef block_ages _ages
     cdef object _clock
     cdef double _made_at_s
+    cdef readonly object events
+    cdef uint8_t *_removed
 
     cdef void *_zeros(self, Py_ssize_t count, object dtype) except NULL
     cdef void *_address(self, object column) except NULL
@@ -192,7 +195,11 @@ cdef class Pool:
         self, int32_t block, const uint8_t *digest, int32_t parent, uint32_t now
     ) except -1
     cdef void _prefetch_evictions(self, const int32_t *blocks, Py_ssize_t num_left)
-    cdef void _evict(self, int32_t block, uint32_t now)
+    cdef bint _evict(self, int32_t block, uint32_t now)
+    cdef int _tell_removed(self, Py_ssize_t count) except -1
+    cdef int _tell_stored(
+        self, bytes digests, chain, Py_ssize_t start, Py_ssize_t end, int32_t parent
+    ) except -1
     cdef int64_t _num_equal(self, const int32_t *blocks, int64_t count, chain) except -1
     cdef int _write(self, const int32_t[::1] block_ids, chain) except -1
-    cdef bint _shares(self, int32_t block, int32_t holder, int32_t parent) except -1
+    cdef bint _has_same(self, int32_t block, int32_t holder, int32_t parent) except -1

@@ -37,6 +37,7 @@ cdef enum:
     EVICTION_COLUMNS_AHEAD = 16
     EVICTION_SLOTS_AHEAD = 8
     GHOSTS_AHEAD = 8
+    REMOVED_AT_ONCE = 1024
 
 cdef double _TICKS_PER_S = TICKS_PER_S
 cdef size_t _SET_BYTES = GHOST_WAYS * sizeof(uint64_t)
@@ -51,6 +52,7 @@ cdef class Pool:
         Py_ssize_t block_size,
         bint verify_hits,
         Py_ssize_t digest_bytes=32,
+        events=None,
         *,
         clock=time.monotonic,
     ):
@@ -74,12 +76,17 @@ cdef class Pool:
         self._index.digest_bytes = digest_bytes
         self._index.factors[0] = int.from_bytes(os.urandom(8), "little") | 1
         self._index.factors[1] = int.from_bytes(os.urandom(8), "little") | 1
+        self.events = events
+        if events is not None:
+            self._removed = <uint8_t *>self._zeros(REMOVED_AT_ONCE * digest_bytes, np.uint8)
         self._verifies = verify_hits
+        self._has_nodes = verify_hits or events is not None
+        if self._has_nodes:
+            self._contents.entry = <int64_t *>self._zeros(num_blocks, np.int64)
+            self._contents.parent = <int64_t *>self._zeros(num_blocks, np.int64)
         if verify_hits:
             self._contents.block_size = block_size
             self._contents.token_ids = <uint32_t *>self._zeros(num_blocks * block_size, np.uint32)
-            self._contents.entry = <int64_t *>self._zeros(num_blocks, np.int64)
-            self._contents.parent = <int64_t *>self._zeros(num_blocks, np.int64)
             self._contents.has_keys = <uint8_t *>self._zeros(num_blocks, np.uint8)
             self._extra_keys = {}
         self._clock = clock
@@ -245,6 +252,7 @@ cdef class Pool:
         cdef Py_ssize_t index
         cdef int32_t block
         cdef uint32_t now = self._now() if self.num_evictable else 0
+        cdef Py_ssize_t num_removed = 0
         if keeps_accounts:
             book_pop(&self._book, account, self.num_free - self.num_evictable, count, blocks)
         else:
@@ -257,10 +265,21 @@ cdef class Pool:
             if self._state[block] == REGISTERED:
                 self.num_evictable -= 1
                 self._state[block] = PLAIN
-                self._evict(block, now)
+                if self._evict(block, now) and self._removed != NULL:
+                    memcpy(
+                        self._removed + num_removed * self.digest_bytes,
+                        index_digest(&self._index, block),
+                        self.digest_bytes,
+                    )
+                    num_removed += 1
+                    if num_removed == REMOVED_AT_ONCE:
+                        self._tell_removed(num_removed)
+                        num_removed = 0
             if keeps_accounts:
                 self._book.charge[block] = account
                 self._book.mark[block] = 0
+        if num_removed:
+            self._tell_removed(num_removed)
         return 0
 
     def release(self, const int32_t[::1] block_ids, int32_t account=0):
@@ -320,8 +339,9 @@ cdef class Pool:
         if a hash is taken by other content, and then nothing from that block on is registered.
         """
         cdef bytes digests = self._digests(chain.hashes)
-        cdef Py_ssize_t count = block_ids.shape[0], index
-        cdef int32_t before = -1 if parent is None else parent
+        cdef Py_ssize_t count = block_ids.shape[0], index, first_new = 0
+        cdef int32_t before = -1 if parent is None else parent, run_parent = before
+        cdef int done
         if len(digests) != count * self.digest_bytes:
             raise ValueError(f"{len(digests)} bytes of hashes for {count} blocks")
         self._check_all(block_ids)
@@ -331,10 +351,17 @@ cdef class Pool:
         cdef const uint8_t *digest = <const uint8_t *>PyBytes_AS_STRING(digests)
         for index in range(count):
             index_prefetch(&self._index, digest, count - index)
-            if not self._register(block_ids[index], digest, before, now):
-                return index
+            done = self._register(block_ids[index], digest, before, now)
+            if done != REGISTERED:
+                if first_new < index:
+                    self._tell_stored(digests, chain, first_new, index, run_parent)
+                if not done:
+                    return index
+                first_new, run_parent = index + 1, block_ids[index]
             before = block_ids[index]
             digest += self.digest_bytes
+        if first_new < count:
+            self._tell_stored(digests, chain, first_new, count, run_parent)
         return count
 
     def ages(self):
@@ -367,6 +394,24 @@ cdef class Pool:
         if self._verifies:
             memset(self._contents.has_keys, 0, self.num_blocks)
             self._extra_keys.clear()
+        if self.events is not None:
+            self.events.cleared()
+
+    def copy_cached(self, room):
+        """Copy the columns of all registered blocks; returns how many. Needs `events`."""
+        cdef uint8_t[:, ::1] digests = room.digests
+        cdef int64_t[::1] entries = room.entries, parents = room.parents
+        cdef Py_ssize_t count = 0, room_size = entries.shape[0]
+        cdef int32_t block
+        assert self.events is not None and parents.shape[0] == digests.shape[0] == room_size
+        assert self._index.count <= room_size and digests.shape[1] == self.digest_bytes
+        for block in range(self.num_blocks):
+            if self._state[block] == REGISTERED:
+                memcpy(&digests[count, 0], index_digest(&self._index, block), self.digest_bytes)
+                entries[count] = self._contents.entry[block]
+                parents[count] = self._contents.parent[block]
+                count += 1
+        return count
 
     # ---- accounts
 
@@ -570,7 +615,7 @@ cdef class Pool:
     cdef int _register(
         self, int32_t block, const uint8_t *digest, int32_t parent, uint32_t now
     ) except -1:
-        """Register one block, or let it stand by; 0 if its hash has other content."""
+        """REGISTERED or STANDBY, as it was done; 0 if the hash has other content."""
         cdef uint32_t key = index_key(&self._index, digest)
         cdef uint64_t at = index_slot(&self._index, key, digest)
         cdef int32_t holder = index_block_at(&self._index, at)
@@ -578,16 +623,45 @@ cdef class Pool:
             index_set(&self._index, at, key, block)
             self._index.count += 1
             self._state[block] = REGISTERED
-            if self._verifies:
+            if self._has_nodes:
                 contents_enter(&self._contents, block, parent)
         else:
-            if self._verifies and not self._shares(block, holder, parent):
+            if self._verifies and not self._has_same(block, holder, parent):
                 return 0
+            if self._has_nodes:
+                contents_share(&self._contents, block, holder)
             ring_add(&self._rings, holder, block)
             self._state[block] = STANDBY
         ages_register(&self._ages, block, now)
         memcpy(index_digest(&self._index, block), digest, self.digest_bytes)
-        return 1
+        return self._state[block]
+
+    cdef int _tell_removed(self, Py_ssize_t count) except -1:
+        """The first digests of `_removed` are those of blocks that were evicted."""
+        self.events.removed(
+            PyBytes_FromStringAndSize(<char *>self._removed, count * self.digest_bytes),
+            self.digest_bytes,
+        )
+        return 0
+
+    cdef int _tell_stored(
+        self, bytes digests, chain, Py_ssize_t start, Py_ssize_t end, int32_t parent
+    ) except -1:
+        """Blocks `[start, end)` of the chain were registered. parent: the block before, or -1."""
+        if self.events is None:
+            return 0
+        cdef Py_ssize_t width = self.digest_bytes, size = self.block_size
+        extra_keys = chain.extra_keys
+        if (end - start) * width < len(digests):
+            digests = digests[start * width : end * width]
+        self.events.stored(
+            digests,
+            width,
+            None if parent < 0 else self.hash_of(parent),
+            chain.token_ids[start * size : end * size],
+            None if extra_keys is None else extra_keys[start:end],
+        )
+        return 0
 
     cdef void _prefetch_evictions(self, const int32_t *blocks, Py_ssize_t num_left):
         """Start to load what evicting a later block reads: its columns, then its slot."""
@@ -604,8 +678,11 @@ cdef class Pool:
             index_prefetch_slot(&self._index, index_digest(&self._index, later))
             ghost_prefetch(&self._ages, index_digest(&self._index, later))
 
-    cdef void _evict(self, int32_t block, uint32_t now):
-        """The registered block is gone: the longest standing standby takes its place."""
+    cdef bint _evict(self, int32_t block, uint32_t now):
+        """The registered block is gone: the longest standing standby takes its place.
+
+        True if there is none, and nobody finds its hash any more.
+        """
         cdef uint8_t *digest = index_digest(&self._index, block)
         cdef uint32_t key
         cdef int32_t heir
@@ -616,12 +693,13 @@ cdef class Pool:
             index_set(&self._index, index_slot(&self._index, key, digest), key, heir)
             self._state[heir] = REGISTERED
             ages_take_over(&self._ages, heir, block)
-        else:
-            ages_evict(&self._ages, block, digest, now)
-            index_remove(&self._index, block)
-            self.num_evictions += 1
-            if self.keeps_accounts:
-                self._book.all[self._book.charge[block]].evictions += 1
+            return False
+        ages_evict(&self._ages, block, digest, now)
+        index_remove(&self._index, block)
+        self.num_evictions += 1
+        if self.keeps_accounts:
+            self._book.all[self._book.charge[block]].evictions += 1
+        return True
 
     # ---- verified hits
 
@@ -658,15 +736,14 @@ cdef class Pool:
                     self._contents.has_keys[block_ids[index]] = 1
         return 0
 
-    cdef bint _shares(self, int32_t block, int32_t holder, int32_t parent) except -1:
-        """Share the holder's node if that has the same content and parent."""
+    cdef bint _has_same(self, int32_t block, int32_t holder, int32_t parent) except -1:
+        """True if the holder has the content of a block that follows `parent`, a block or -1."""
         if not contents_same(&self._contents, block, holder, parent):
             return False
         if self._contents.has_keys[block] != self._contents.has_keys[holder]:
             return False
-        if self._contents.has_keys[block] and self._extra_keys[block] != self._extra_keys[holder]:
-            return False
-        contents_share(&self._contents, block, holder)
+        if self._contents.has_keys[block]:
+            return self._extra_keys[block] == self._extra_keys[holder]
         return True
 
 

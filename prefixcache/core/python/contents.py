@@ -9,27 +9,23 @@ import numpy as np
 import numpy.typing as npt
 
 from prefixcache.core.hashing import Chain
+from prefixcache.core.python.nodes import Nodes
+from prefixcache.core.snapshot import ROOT_ENTRY
 from prefixcache.types import BlockIds
-
-ROOT_ENTRY = 0
-"""Entry id that stands for NONE_HASH, the parent of first blocks."""
 
 
 class Contents:
     """What verified hits compare: token ids, extra keys and the parent link of each cached block.
 
-    The parent link is an entry id, given to each distinct chain node and never reused; a standby
-    shares its node's entry id, so the link survives when it takes over.
+    nodes: the pool's, which hold the parent links.
     """
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, nodes: Nodes) -> None:
         self._token_ids: npt.NDArray[np.uint32] = np.zeros(
             (num_blocks, block_size), dtype=np.uint32
         )
-        self._entry: npt.NDArray[np.int64] = np.zeros(num_blocks, dtype=np.int64)
-        self._parent: npt.NDArray[np.int64] = np.zeros(num_blocks, dtype=np.int64)
+        self._nodes = nodes
         self._extra_keys: dict[int, bytes] = {}
-        self._last_entry = ROOT_ENTRY
 
     def num_equal(self, block_ids: BlockIds, chain: Chain) -> int:
         """How many blocks, from the first on, have the content of the chain."""
@@ -37,9 +33,9 @@ class Contents:
         wanted = chain.token_ids[: count * size].reshape(count, size)
         parents = np.empty(count, dtype=np.int64)
         parents[0] = ROOT_ENTRY
-        parents[1:] = self._entry[block_ids[:-1]]
+        parents[1:] = self._nodes.entry[block_ids[:-1]]
         equal = (self._token_ids[block_ids] == wanted).all(axis=1)
-        equal &= self._parent[block_ids] == parents
+        equal &= self._nodes.parent[block_ids] == parents
         if chain.extra_keys is not None or self._extra_keys:
             extra_keys = chain.extra_keys or [b""] * count
             for index, block in enumerate(block_ids.tolist()):
@@ -58,29 +54,13 @@ class Contents:
             else:
                 self._extra_keys.pop(block, None)
 
-    def enter(self, block_ids: BlockIds, parent: int | None) -> None:
-        """Give each of consecutive blocks a node of its own, chained from `parent`."""
-        count = len(block_ids)
-        entries = np.arange(self._last_entry + 1, self._last_entry + 1 + count, dtype=np.int64)
-        self._last_entry += count
-        self._entry[block_ids] = entries
-        self._parent[block_ids[1:]] = entries[:-1]
-        self._parent[block_ids[0]] = self._entry_of(parent)
-
-    def enter_as(self, block: int, holder: int, parent: int | None) -> bool:
-        """Share the holder's node if that has the same content and parent."""
-        same = (
-            self._parent[holder] == self._entry_of(parent)
+    def has_same(self, block: int, holder: int, parent: int | None) -> bool:
+        """True if the holder has the content of a block that follows `parent`."""
+        return bool(
+            self._nodes.parent[holder] == self._nodes.entry_of(parent)
             and (self._token_ids[block] == self._token_ids[holder]).all()
             and self._extra_keys.get(block) == self._extra_keys.get(holder)
         )
-        if same:
-            self._entry[block] = self._entry[holder]
-            self._parent[block] = self._parent[holder]
-        return bool(same)
 
     def clear(self) -> None:
         self._extra_keys.clear()
-
-    def _entry_of(self, parent: int | None) -> int:
-        return ROOT_ENTRY if parent is None else int(self._entry[parent])

@@ -14,11 +14,14 @@ import numpy.typing as npt
 
 from prefixcache.core.accounts import AccountUse, HitCounts
 from prefixcache.core.block_ages import TICKS_PER_S, BlockAges
+from prefixcache.core.events import EventLog
 from prefixcache.core.hashing import Chain
 from prefixcache.core.python.accounts import Accounts
 from prefixcache.core.python.block_ages import Ages
 from prefixcache.core.python.contents import Contents
 from prefixcache.core.python.free_queue import FreeQueue
+from prefixcache.core.python.nodes import Nodes
+from prefixcache.core.snapshot import CachedBlocks
 from prefixcache.types import BlockHash, BlockIds
 
 PLAIN, REGISTERED, STANDBY = 0, 1, 2
@@ -29,7 +32,8 @@ class Pool:
 
     verify_hits: also keep token ids, extra keys and parent links, and compare them on every hit,
     so that a hash collision is a miss. Costs 4 bytes a token and 16 a block. digest_bytes: of all
-    hashes. clock: in seconds, for the ages of blocks.
+    hashes. events: is told what becomes findable and what no longer is, if given; costs 16 bytes a
+    block. clock: in seconds, for the ages of blocks.
     """
 
     def __init__(
@@ -38,12 +42,14 @@ class Pool:
         block_size: int,
         verify_hits: bool,
         digest_bytes: int = 32,
+        events: EventLog | None = None,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.digest_bytes = digest_bytes
+        self.events = events
         self.ref_cnt: npt.NDArray[np.int32] = np.zeros(num_blocks, dtype=np.int32)
         self.num_evictions = 0
         self._state: npt.NDArray[np.uint8] = np.zeros(num_blocks, dtype=np.uint8)
@@ -54,7 +60,11 @@ class Pool:
         self._num_free = num_blocks
         self._num_evictable = 0
         self._accounts: Accounts | None = None
-        self._contents = Contents(num_blocks, block_size) if verify_hits else None
+        has_nodes = verify_hits or events is not None
+        self._nodes = Nodes(num_blocks) if has_nodes else None
+        self._contents: Contents | None = None
+        if verify_hits and self._nodes is not None:
+            self._contents = Contents(num_blocks, block_size, self._nodes)
         self._ages = Ages(num_blocks)
         self._clock = clock
         self._made_at_s = clock()
@@ -212,6 +222,8 @@ class Pool:
         while done < len(block_ids):
             before = int(block_ids[done - 1]) if done else parent
             num_new = self._register_new(block_ids[done:], hashes[done:], before)
+            if self.events is not None and num_new:
+                self._tell_stored(chain, done, done + num_new, before)
             done += num_new
             if num_new == 0:
                 if not self._stand_by(int(block_ids[done]), hashes[done], before):
@@ -238,6 +250,18 @@ class Pool:
             self._contents.clear()
         if self._accounts is not None:
             self._accounts.clear()
+        if self.events is not None:
+            self.events.cleared()
+
+    def copy_cached(self, room: CachedBlocks) -> int:
+        """Copy the columns of all registered blocks; returns how many. Needs `events`."""
+        assert self._nodes is not None
+        count, digests = len(self._index), b"".join(self._index)
+        room.digests[:count] = np.frombuffer(digests, np.uint8).reshape(count, self.digest_bytes)
+        blocks = np.fromiter(self._index.values(), dtype=np.int32, count=count)
+        room.entries[:count] = self._nodes.entry[blocks]
+        room.parents[:count] = self._nodes.parent[blocks]
+        return count
 
     # ---- accounts
 
@@ -334,15 +358,28 @@ class Pool:
         registered = block_ids[:count]
         self._state[registered] = REGISTERED
         self._ages.register(registered, self._now())
-        if self._contents is not None and count:
-            self._contents.enter(registered, parent)
+        if self._nodes is not None and count:
+            self._nodes.enter(registered, parent)
         return count
+
+    def _tell_stored(self, chain: Chain, start: int, end: int, parent: int | None) -> None:
+        """Blocks `[start, end)` of the chain were registered."""
+        assert self.events is not None
+        self.events.stored(
+            chain.hashes[start:end].data,
+            self.digest_bytes,
+            None if parent is None else self._hash_of[parent],
+            chain.token_ids[start * self.block_size : end * self.block_size],
+            None if chain.extra_keys is None else chain.extra_keys[start:end],
+        )
 
     def _stand_by(self, block: int, block_hash: BlockHash, parent: int | None) -> bool:
         """Let a block stand by for the one that has its hash; False if that has other content."""
         holder = self._index[block_hash]
-        if self._contents is not None and not self._contents.enter_as(block, holder, parent):
+        if self._contents is not None and not self._contents.has_same(block, holder, parent):
             return False
+        if self._nodes is not None:
+            self._nodes.share(block, holder)
         self._standbys.setdefault(block_hash, []).append(block)
         self._state[block] = STANDBY
         self._ages.register(block, self._now())
@@ -366,6 +403,8 @@ class Pool:
                     self._accounts.count_eviction(block)
         if gone:
             self._ages.evict(np.array(list(gone), dtype=np.int32), gone.values(), self._now())
+            if self.events is not None:
+                self.events.removed(b"".join(gone.values()), self.digest_bytes)
 
     def _promote(self, block_hash: BlockHash) -> int:
         """The registered block is gone: the longest standing standby, returned, takes its place."""

@@ -201,3 +201,83 @@ class ListSessionsResponse(_message.Message):
     sessions: _containers.RepeatedCompositeFieldContainer[SessionInfo]
     next_page_token: str
     def __init__(self, sessions: _Optional[_Iterable[_Union[SessionInfo, _Mapping]]] = ..., next_page_token: _Optional[str] = ...) -> None: ...
+
+class WatchEventsRequest(_message.Message):
+    __slots__ = ("from_number", "boot_id", "without_snapshot")
+    FROM_NUMBER_FIELD_NUMBER: _ClassVar[int]
+    BOOT_ID_FIELD_NUMBER: _ClassVar[int]
+    WITHOUT_SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
+    from_number: int
+    boot_id: bytes
+    without_snapshot: bool
+    def __init__(self, from_number: _Optional[int] = ..., boot_id: _Optional[bytes] = ..., without_snapshot: _Optional[bool] = ...) -> None: ...
+
+class WatchEventsResponse(_message.Message):
+    __slots__ = ("boot_id", "next_number", "events")
+    BOOT_ID_FIELD_NUMBER: _ClassVar[int]
+    NEXT_NUMBER_FIELD_NUMBER: _ClassVar[int]
+    EVENTS_FIELD_NUMBER: _ClassVar[int]
+    boot_id: bytes
+    next_number: int
+    events: _containers.RepeatedCompositeFieldContainer[CacheEvent]
+    def __init__(self, boot_id: _Optional[bytes] = ..., next_number: _Optional[int] = ..., events: _Optional[_Iterable[_Union[CacheEvent, _Mapping]]] = ...) -> None: ...
+
+class CacheEvent(_message.Message):
+    __slots__ = ("number", "time_s", "snapshot_started", "snapshot_ended", "stored", "removed", "cleared", "lost")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    TIME_S_FIELD_NUMBER: _ClassVar[int]
+    SNAPSHOT_STARTED_FIELD_NUMBER: _ClassVar[int]
+    SNAPSHOT_ENDED_FIELD_NUMBER: _ClassVar[int]
+    STORED_FIELD_NUMBER: _ClassVar[int]
+    REMOVED_FIELD_NUMBER: _ClassVar[int]
+    CLEARED_FIELD_NUMBER: _ClassVar[int]
+    LOST_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    time_s: float
+    snapshot_started: SnapshotStarted
+    snapshot_ended: SnapshotEnded
+    stored: BlocksStored
+    removed: BlocksRemoved
+    cleared: CacheCleared
+    lost: EventsLost
+    def __init__(self, number: _Optional[int] = ..., time_s: _Optional[float] = ..., snapshot_started: _Optional[_Union[SnapshotStarted, _Mapping]] = ..., snapshot_ended: _Optional[_Union[SnapshotEnded, _Mapping]] = ..., stored: _Optional[_Union[BlocksStored, _Mapping]] = ..., removed: _Optional[_Union[BlocksRemoved, _Mapping]] = ..., cleared: _Optional[_Union[CacheCleared, _Mapping]] = ..., lost: _Optional[_Union[EventsLost, _Mapping]] = ...) -> None: ...
+
+class SnapshotStarted(_message.Message):
+    __slots__ = ("num_blocks",)
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    num_blocks: int
+    def __init__(self, num_blocks: _Optional[int] = ...) -> None: ...
+
+class SnapshotEnded(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class BlocksStored(_message.Message):
+    __slots__ = ("block_hashes", "parent_hash", "token_ids", "block_size", "extra_keys")
+    BLOCK_HASHES_FIELD_NUMBER: _ClassVar[int]
+    PARENT_HASH_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
+    EXTRA_KEYS_FIELD_NUMBER: _ClassVar[int]
+    block_hashes: _containers.RepeatedScalarFieldContainer[bytes]
+    parent_hash: bytes
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    block_size: int
+    extra_keys: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, block_hashes: _Optional[_Iterable[bytes]] = ..., parent_hash: _Optional[bytes] = ..., token_ids: _Optional[_Iterable[int]] = ..., block_size: _Optional[int] = ..., extra_keys: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
+class BlocksRemoved(_message.Message):
+    __slots__ = ("block_hashes",)
+    BLOCK_HASHES_FIELD_NUMBER: _ClassVar[int]
+    block_hashes: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, block_hashes: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
+class CacheCleared(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class EventsLost(_message.Message):
+    __slots__ = ("end_number",)
+    END_NUMBER_FIELD_NUMBER: _ClassVar[int]
+    end_number: int
+    def __init__(self, end_number: _Optional[int] = ...) -> None: ...

@@ -1,0 +1,213 @@
+"""Events over ZeroMQ in vLLM's format: read by plain structs, and by vLLM's own where it is."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+
+from prefixcache.core.events import MIN_BUFFER_BYTES
+from prefixcache.core.sequence import CommitRow
+from prefixcache.errors import InvalidArgumentError
+from prefixcache.server.daemon import CacheOptions, Daemon
+from prefixcache.server.vllm_events import VllmEncoder
+from prefixcache.server.zmq_publisher import ZmqPublisher
+from prefixcache.types import NO_EXTRA_KEYS, ExtraKeys, Lora, MultimodalItem
+from tests.server.zmq_subscriber import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    Subscriber,
+    apply,
+    events_in,
+)
+from tests.support.mirror import Mirror, index_of
+from tests.support.waiting import until
+
+OWNER = b"a client"
+ANY_PORT = "tcp://127.0.0.1:*"
+
+
+@pytest.fixture
+def daemon() -> Iterator[Daemon]:
+    made = Daemon(CacheOptions(64, 4, hash_seed="a seed", event_buffer_bytes=MIN_BUFFER_BYTES))
+    yield made
+    made.close()
+
+
+@contextmanager
+def publishing(
+    daemon: Daemon,
+    topic: str = "",
+    *,
+    endpoint: str = ANY_PORT,
+    replay: str | None = ANY_PORT,
+    **limits: int,
+) -> Iterator[ZmqPublisher]:
+    encoder = VllmEncoder(block_size=4, digest_bytes=32, medium="GPU")
+    publisher = ZmqPublisher(daemon.sequences, encoder.encode, endpoint, replay, topic, **limits)
+    publisher.start()
+    try:
+        yield publisher
+    finally:
+        publisher.close()
+
+
+@contextmanager
+def subscribed(daemon: Daemon, publisher: ZmqPublisher, topic: str = "") -> Iterator[Subscriber]:
+    """Once messages come through: a subscription takes a while to reach its publisher."""
+    with Subscriber(publisher.endpoint, topic) as subscriber:
+
+        def has_come() -> bool:
+            with daemon.sequences.lock:
+                daemon.sequences.pool.clear()
+            return bool(subscriber.poll(20))
+
+        until(has_come)
+        last = daemon.sequences.pool.events.next_number - 1
+        while not subscriber.messages or subscriber.messages[-1][1] != last:
+            assert subscriber.read() == [AllBlocksCleared()]
+        yield subscriber
+
+
+def fill(
+    daemon: Daemon, first: int, num_tokens: int, extra_keys: ExtraKeys = NO_EXTRA_KEYS
+) -> None:
+    sequences = daemon.sequences
+    prompt = sequences.prepare(np.arange(first, first + num_tokens, dtype=np.uint32), extra_keys)
+    with sequences.lock:
+        held = sequences.allocate(OWNER, "", prompt)
+        start = held.num_cached_tokens
+        sequences.commit(OWNER, [CommitRow(held.sequence_id, start, num_tokens - start)])
+        sequences.free(OWNER, [held.sequence_id])
+
+
+def short_index(daemon: Daemon) -> set[bytes]:
+    return {block_hash[-8:] for block_hash in index_of(daemon.sequences.pool)}
+
+
+def test_a_mirror_made_of_messages_is_the_index(daemon: Daemon) -> None:
+    mirror, log = Mirror(), daemon.sequences.pool.events
+    with publishing(daemon) as publisher, subscribed(daemon, publisher) as subscriber:
+        first = subscriber.messages[-1][1] + 1
+        for start in (0, 1000, 0, 2000, 3000):
+            fill(daemon, start, 100)
+        end = log.next_number
+        for _ in range(first, end):
+            for event in subscriber.read():
+                apply(mirror, event)
+        assert [number for _, number, _ in subscriber.messages[-(end - first) :]] == list(
+            range(first, end)
+        )
+    assert mirror.parent_of.keys() == short_index(daemon)
+    assert any(
+        isinstance(event, BlockRemoved)
+        for _, _, payload in subscriber.messages
+        for event in events_in(payload)
+    )
+
+
+def test_a_message_says_what_vllm_says(daemon: Daemon) -> None:
+    keys = ExtraKeys(Lora("poet", "/v1"), (MultimodalItem("cat", 2, 3),), "salt")
+    with publishing(daemon) as publisher, subscribed(daemon, publisher) as subscriber:
+        fill(daemon, 10, 9, keys)
+        (event,) = subscriber.read()
+    prompt = daemon.sequences.prepare(np.arange(10, 18, dtype=np.uint32), keys)
+    assert prompt.chain is not None
+    assert event == BlockStored(
+        block_hashes=[int.from_bytes(digest[-8:], "big") for digest in prompt.chain.hashes],
+        parent_block_hash=None,
+        token_ids=list(range(10, 18)),
+        block_size=4,
+        lora_id=None,
+        medium="GPU",
+        lora_name="poet",
+        extra_keys=[["poet", ["cat", 2], "salt"], ["poet", ["cat", -2]]],
+        group_idx=0,
+    )
+
+
+def test_without_extra_keys_a_message_has_none_and_names_the_parent(daemon: Daemon) -> None:
+    with publishing(daemon) as publisher, subscribed(daemon, publisher) as subscriber:
+        fill(daemon, 0, 4)
+        fill(daemon, 0, 13)
+        (first,), (second,) = subscriber.read(), subscriber.read()
+    assert isinstance(first, BlockStored)
+    assert isinstance(second, BlockStored)
+    assert first.extra_keys is None
+    assert second.parent_block_hash == first.block_hashes[-1]
+    assert second.token_ids == list(range(4, 12))
+
+
+def test_what_was_missed_is_replayed(daemon: Daemon) -> None:
+    fill(daemon, 0, 50)
+    fill(daemon, 1000, 50)
+    with publishing(daemon, "kv") as publisher, subscribed(daemon, publisher, "kv") as subscriber:
+        fill(daemon, 2000, 50)
+        subscriber.read()
+        end = daemon.sequences.pool.events.next_number
+        assert publisher.replay_endpoint is not None
+        replayed = subscriber.replay(publisher.replay_endpoint, 0)
+        assert [number for _, number, _ in replayed] == list(range(end))
+        assert replayed[-len(subscriber.messages) :] == subscriber.messages
+        assert {topic for topic, _, _ in replayed} == {b"kv"}
+        assert subscriber.replay(publisher.replay_endpoint, end - 1) == replayed[-1:]
+        for number in (end, 2**64 - 1):
+            assert subscriber.replay(publisher.replay_endpoint, number) == []
+    mirror = Mirror()
+    for _, _, payload in replayed:
+        for event in events_in(payload):
+            apply(mirror, event)
+    assert mirror.parent_of.keys() == short_index(daemon)
+
+
+def test_a_replay_of_more_messages_than_may_wait_comes_whole(daemon: Daemon) -> None:
+    log = daemon.sequences.pool.events
+    with (
+        publishing(daemon, max_unread_replies=100) as publisher,
+        subscribed(daemon, publisher) as subscriber,
+    ):
+        numbers = itertools.count(1000, 1000)
+        while not log.first_number:
+            fill(daemon, next(numbers), 5)
+        first, end = log.first_number, log.next_number
+        while subscriber.messages[-1][1] != end - 1:
+            subscriber.read()
+        assert publisher.replay_endpoint is not None
+        replayed = subscriber.replay(publisher.replay_endpoint, 0)
+    assert [number for _, number, _ in replayed] == list(range(first, end))
+
+
+def test_a_request_that_is_none_is_passed_over(daemon: Daemon) -> None:
+    fill(daemon, 0, 8)
+    with publishing(daemon) as publisher, subscribed(daemon, publisher) as subscriber:
+        assert publisher.replay_endpoint is not None
+        subscriber.send_to(publisher.replay_endpoint, (b"",), (b"", b"x"), (b"", b"12345678", b"y"))
+        assert subscriber.replay(publisher.replay_endpoint, 0)
+
+
+def test_an_address_that_is_taken_is_refused(daemon: Daemon) -> None:
+    with publishing(daemon) as publisher:
+        for options, field in (
+            ({"endpoint": publisher.endpoint}, "events_zmq"),
+            ({"replay": publisher.endpoint}, "events_zmq_replay"),
+        ):
+            with (
+                pytest.raises(InvalidArgumentError, match="cannot bind") as caught,
+                publishing(daemon, **options),
+            ):
+                raise AssertionError("two daemons publish at one address")
+            assert caught.value.field == field
+
+
+def test_what_was_stored_before_the_end_is_published(daemon: Daemon) -> None:
+    with publishing(daemon) as publisher, subscribed(daemon, publisher) as subscriber:
+        for start in range(0, 5000, 1000):
+            fill(daemon, start, 40)
+        end = daemon.sequences.pool.events.next_number
+        publisher.close()
+        while subscriber.messages[-1][1] != end - 1:
+            subscriber.read()
