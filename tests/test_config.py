@@ -334,3 +334,45 @@ def test_a_seed_is_in_no_text_of_the_configuration_and_in_no_error() -> None:
 def test_making_a_configuration_does_not_look_at_the_host() -> None:
     config = config_with(listen=[f"unix:{os.sep}no{os.sep}such{os.sep}p.sock"])
     assert config.network.addresses
+
+
+# ---- events
+
+
+def test_there_is_no_buffer_of_events_unless_one_is_wanted() -> None:
+    assert config_with().events.buffer_bytes == 0
+    assert config_with(event_buffer="2MiB").events.buffer_bytes == 2 * 2**20
+    assert config_with(events_zmq="tcp://127.0.0.1:5557").events.buffer_bytes == 64 * 2**20
+    both = config_with(events_zmq="tcp://127.0.0.1:5557", event_buffer="1MiB")
+    assert both.events.buffer_bytes == 2**20
+
+
+@pytest.mark.parametrize(
+    ("settings", "flag"),
+    [
+        ({"event_buffer": 2**20 - 1}, "--event-buffer"),
+        ({"events_zmq": "127.0.0.1:5557"}, "--events-zmq"),
+        ({"events_zmq": "ipc:///tmp/x"}, "--events-zmq"),
+        ({"events_zmq": "tcp://unix:/x"}, "--events-zmq"),
+        ({"events_zmq": "tcp://*:x"}, "--events-zmq"),
+        ({"events_zmq": "tcp://*:1", "events_zmq_replay": "tcp://"}, "--events-zmq-replay"),
+        ({"events_zmq_replay": "tcp://127.0.0.1:5558"}, "--events-zmq-replay"),
+        ({"events_topic": "kv"}, "--events-topic"),
+        ({"event_buffer": "1MiB", "prefix_caching": False}, "--event-buffer"),
+        ({"events_zmq": "tcp://[::1]:1", "prefix_caching": False}, "--events-zmq"),
+    ],
+)
+def test_bad_settings_of_events_are_refused_by_their_flag(
+    settings: dict[str, object], flag: str
+) -> None:
+    assert refusal({**MINIMAL, **settings}).field == flag
+
+
+def test_addresses_of_events_that_other_machines_reach_draw_a_warning() -> None:
+    near = config_with(events_zmq="tcp://localhost:1", events_zmq_replay="tcp://[::1]:2")
+    assert not near.warnings
+    far = config_with(events_zmq="tcp://*:5557", events_zmq_replay="tcp://10.0.0.1:5558")
+    assert [warning.split()[0] for warning in far.warnings] == [
+        "tcp://*:5557",
+        "tcp://10.0.0.1:5558",
+    ]

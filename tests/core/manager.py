@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from prefixcache.core.append_batch import AppendBatch
+from prefixcache.core.events import EventLog
 from prefixcache.core.hashing import HASH_ALGORITHMS, HashAlgorithm, Hasher
 from prefixcache.core.pool import Pool
 from prefixcache.core.sequence import AppendRow, AttentionTicket, CommitRow
@@ -66,6 +67,7 @@ class Manager:
         algorithm: HashAlgorithm = HASH_ALGORITHMS["sha256_cbor"],
         owner_ttl_s: float = 600.0,
         session_limits: SessionLimits | None = None,
+        events: EventLog | None = None,
     ) -> None:
         self.clock_s = 0.0
         self.pool = Pool(
@@ -73,6 +75,7 @@ class Manager:
             block_size,
             verify_hits,
             algorithm.digest_bytes,
+            events,
             clock=lambda: self.clock_s,
         )
         self.sequences = Sequences(
