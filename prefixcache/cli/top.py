@@ -78,4 +78,6 @@ def _follow(
             interval_s,
         )
         first = watch.look(_FIRST_ORDER, NUM_ROWS)
-    TopApp(watch, first, interval_s, with_colours=not os.environ.get("NO_COLOR")).run()
+    app = TopApp(watch, first, interval_s, with_colours=not os.environ.get("NO_COLOR"))
+    app.run()
+    raise typer.Exit(app.return_code or 0)

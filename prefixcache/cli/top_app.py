@@ -25,7 +25,7 @@ class TopApp(App[None]):
     CSS = "Screen { background: ansi_default; color: ansi_default; } #view { width: 100%; }"
     ENABLE_COMMAND_PALETTE = False
     BINDINGS = [  # noqa: RUF012 - textual's own way
-        Binding("q", "quit", "quit"),
+        Binding("q,ctrl+c", "quit", "quit", priority=True),
         Binding("s", "sort", "sort"),
         Binding("p", "pause", "pause"),
     ]

@@ -51,8 +51,10 @@ def test_users_and_tokens_are_admitted_and_files_are_read_again(tmp_path: Path) 
         assert socket.stat().st_mode & 0o777 == 0o660
         done = command("stats", "--target", target, "--json")
         assert done.returncode == 0, done.stderr
-        refused = command("stats", "--target", target, PREFIXCACHE_TOKEN=token)
-        assert refused.returncode == 1
+        assert "0 SEQUENCES" in command("top", "--once", "--target", target).stdout
+        for asked in (["top"], ["top", "--once"], ["stats"]):
+            refused = command(*asked, "--target", target, PREFIXCACHE_TOKEN=token)
+            assert refused.returncode == 1
         assert "UNAUTHENTICATED" not in refused.stderr
         assert "asks for credentials" in refused.stderr
         assert token not in refused.stderr

@@ -252,7 +252,7 @@ def test_it_follows_the_daemon(running: RunningDaemon, client: Client) -> None:
     run(check())
 
 
-def test_keys_sort_pause_and_quit(running: RunningDaemon, client: Client) -> None:
+def test_keys_sort_and_pause(running: RunningDaemon, client: Client) -> None:
     def lengths(view: Live) -> list[str]:
         head = next(i for i, line in enumerate(view.lines) if "SEQUENCES" in line)
         return [line.split()[3] for line in view.lines[head + 1 : head + 3]]
@@ -277,8 +277,17 @@ def test_keys_sort_pause_and_quit(running: RunningDaemon, client: Client) -> Non
             assert num_calls() == num_looks
             await view.pilot.press("p")
             await view.until(lambda: not view.shows("PAUSED") and num_calls() > num_looks)
-            await view.pilot.press("q")
+
+    run(check())
+
+
+@pytest.mark.parametrize("key", ["q", "ctrl+c"])
+def test_a_key_ends_it(running: RunningDaemon, key: str) -> None:
+    async def check() -> None:
+        async with live(running.target) as view:
+            await view.pilot.press(key)
             await view.until(lambda: not view.app.is_running)
+            assert view.app.return_code == 0
 
     run(check())
 
