@@ -39,6 +39,14 @@ class Handlers:
         self._handlers |= handlers
 
     def call(self, name: str, messages: Sequence[bytes], metadata: Metadata = ()) -> Outcome:
+        """In a thread of those that gRPC would give it."""
+        handler = self._handlers[name]
+        answer = handler.stream_unary or handler.stream_stream
+        workers = answer.experimental_thread_pool
+        outcome: Outcome = workers.submit(self._call, name, messages, metadata).result()
+        return outcome
+
+    def _call(self, name: str, messages: Sequence[bytes], metadata: Metadata) -> Outcome:
         handler, method = self._handlers[name], METHODS[name]
         context = _Context(metadata)
         try:
