@@ -372,7 +372,10 @@ class TooManySessionsError(ResourceExhaustedError):
     reason = "TOO_MANY_SESSIONS"
 
     def __init__(self, limit: int) -> None:
-        super().__init__(f"{limit} sessions are open, and no more are taken", {"limit": limit})
+        super().__init__(
+            f"{limit} sessions are open, or kept for other tenants, and no more are taken",
+            {"limit": limit},
+        )
 
 
 class TooManySequencesError(ResourceExhaustedError):
@@ -389,7 +392,8 @@ class TooManyOwnersError(ResourceExhaustedError):
 
     def __init__(self, limit: int) -> None:
         super().__init__(
-            f"{limit} owners without a session have sequences, and no more are taken",
+            f"{limit} owners without a session have sequences, or are kept for other tenants, and "
+            "no more are taken",
             {"limit": limit},
         )
 

@@ -20,6 +20,7 @@ from prefixcache.core.pending import PendingBlocks
 from prefixcache.core.pool import PLAIN, Pool
 from prefixcache.core.sequence import Sequence
 from prefixcache.core.sessions import CallOrder, Session, SessionLimits, Sessions, is_session_id
+from prefixcache.core.shares import Shares
 from prefixcache.errors import (
     SequenceBusyError,
     SequenceNotFoundError,
@@ -73,6 +74,9 @@ class Held(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class _Owner:
+    """account: of its tenant, when its first sequence was made."""
+
+    account: int
     last_call_s: float
     sequences: dict[int, Sequence] = field(default_factory=dict)
     requests: dict[str, Sequence] = field(default_factory=dict)
@@ -101,6 +105,7 @@ class LiveSequences:
         self.by_id: dict[int, Sequence] = {}
         self._dying: dict[int, Sequence] = {}
         self._owners: dict[bytes, _Owner] = {}
+        self._owner_shares = Shares(session_limits.max_owners)
         self._session_owners: dict[bytes, _Owner] = {}
         self._last_serial = 0
 
@@ -145,7 +150,12 @@ class LiveSequences:
         if not is_session_id(owner) or owner in self.sessions:
             self.touch(owner)
 
-    def check_can_add(self, owner: bytes, count: int) -> None:
+    def share_among(self, tenants: Mapping[str, int]) -> None:
+        """Each of these can always have its share of sessions and owners. tenants: accounts."""
+        self.sessions.shares.share_among(tenants)
+        self._owner_shares.share_among(tenants.values())
+
+    def check_can_add(self, owner: bytes, count: int, account: int) -> None:
         """Raises TooManySequencesError or TooManyOwnersError beyond what one, or all, may have."""
         limits = self.sessions.limits
         record = self._owners_like(owner).get(owner)
@@ -153,7 +163,7 @@ class LiveSequences:
         if held + count > limits.max_sequences:
             raise TooManySequencesError(limits.max_sequences)
         is_new = record is None and not is_session_id(owner)
-        if is_new and len(self._owners) >= limits.max_owners:
+        if is_new and not self._owner_shares.has_place(account):
             raise TooManyOwnersError(limits.max_owners)
 
     def get(self, owner: bytes, sequence_id: int) -> Sequence | None:
@@ -196,7 +206,9 @@ class LiveSequences:
         owners = self._owners_like(sequence.owner)
         owner = owners.get(sequence.owner)
         if owner is None:
-            owner = owners[sequence.owner] = _Owner(self._clock())
+            owner = owners[sequence.owner] = _Owner(sequence.account, self._clock())
+            if owners is self._owners:
+                self._owner_shares.add(owner.account)
         owner.sequences[sequence.sequence_id] = sequence
         if sequence.request_id:
             owner.requests[sequence.request_id] = sequence
@@ -212,6 +224,8 @@ class LiveSequences:
             del owner.requests[sequence.request_id]
         if not owner.sequences:
             del owners[sequence.owner]
+            if owners is self._owners:
+                self._owner_shares.remove(owner.account)
         self._dying[sequence.sequence_id] = sequence
         self._pending.end(sequence)
         self.bury_if_idle(sequence)
@@ -300,7 +314,7 @@ class LiveSequences:
         for owner, record in chain(self._owners.items(), self._session_owners.items()):
             sequences = record.sequences.values()
             tables = [len(sequence.block_table) for sequence in sequences]
-            yield Held(owner, next(iter(sequences)).account, sum(tables))
+            yield Held(owner, record.account, sum(tables))
 
     def num_slots_written(self) -> int:
         """Slots of referenced blocks with complete K/V, each block counted once."""

@@ -38,7 +38,7 @@ from prefixcache.core.sequence import (
 )
 from prefixcache.core.sessions import Session, SessionLimits
 from prefixcache.core.stats import Counters, PoolStats
-from prefixcache.core.tenants import Tenants
+from prefixcache.core.tenants import TenantQuota, Tenants
 from prefixcache.errors import (
     BeyondTokensError,
     BlocksInUseError,
@@ -124,6 +124,13 @@ class Sequences:
         )
         self._holders = LargestHolders(self.live, clock)
 
+    def set_tenants(self, quotas: Iterable[TenantQuota]) -> None:
+        """`Tenants.apply`; each has its share of the sessions, and of the owners without, too."""
+        wanted = list(quotas)
+        self.tenants.apply(wanted)
+        account_of = self.tenants.account_of
+        self.live.share_among({one.name: account_of(one.name, one.namespace) for one in wanted})
+
     # ---- prompts
 
     def prepare(self, token_ids: TokenIds, extra_keys: ExtraKeys) -> Prompt:
@@ -166,7 +173,7 @@ class Sequences:
         earlier = self.live.touch(owner).get(request_id)
         if earlier is not None:
             return self._repeated_allocate(earlier, call, prompt)
-        self.live.check_can_add(owner, 1)
+        self.live.check_can_add(owner, 1, account)
 
         num_tokens, size = len(prompt.token_ids), self.pool.block_size
         plan = self._plan(prompt, num_lookahead_tokens, cache_use, full_hit, account)
@@ -238,7 +245,7 @@ class Sequences:
         """
         if request_id in self.live.touch(owner):
             return None
-        self.live.check_can_add(owner, 1)
+        self.live.check_can_add(owner, 1, account)
         plan = self._plan(prompt, num_lookahead_tokens, cache_use, full_hit, account)
         if not plan.num_pending_tokens or plan.num_blocks > self.pool.num_allowed(account):
             return None
@@ -380,7 +387,7 @@ class Sequences:
         growth.check_position(parent, num_tokens, parent.num_tokens)
         if parent.num_computed < num_tokens:
             raise NotComputedError(sequence_id, parent.num_computed, num_tokens)
-        self.live.check_can_add(owner, len(request_ids))
+        self.live.check_can_add(owner, len(request_ids), parent.account)
 
         growth.drop_blocks_after(self.pool, parent, num_tokens)
         parent.computed = [num_tokens] * self._num_layers

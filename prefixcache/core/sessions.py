@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from prefixcache.core.shares import Shares
 from prefixcache.errors import (
     OvertakenError,
     RequestIdConflictError,
@@ -105,11 +106,15 @@ def owner_digest(owner: bytes) -> str:
 
 
 class Sessions:
-    """All sessions that have not ended, by id, in the order in which they were opened."""
+    """All sessions that have not ended, by id, in the order in which they were opened.
+
+    shares: of the sessions that there may be, by tenant.
+    """
 
     def __init__(self, limits: SessionLimits, clock: Callable[[], float]) -> None:
         self.limits = limits
         self._clock = clock
+        self.shares = Shares(limits.max_sessions)
         self._by_id: dict[bytes, Session] = {}
         self._by_request_id: dict[tuple[str, str], Session] = {}
         self._last_serial = 0
@@ -136,7 +141,7 @@ class Sessions:
             if (earlier.ttl_s, earlier.client_name) != (ttl_s, client_name):
                 raise RequestIdConflictError(request_id)
             return self.renew(earlier.session_id)
-        if len(self._by_id) >= self.limits.max_sessions:
+        if not self.shares.has_place(tenant):
             raise TooManySessionsError(self.limits.max_sessions)
         now = self._clock()
         self._last_serial += 1
@@ -153,6 +158,7 @@ class Sessions:
             expires_at_s=now + ttl_s,
         )
         self._by_id[session.session_id] = session
+        self.shares.add(tenant)
         if request_id:
             self._by_request_id[tenant, request_id] = session
         return session
@@ -202,6 +208,7 @@ class Sessions:
 
     def remove(self, session: Session) -> None:
         del self._by_id[session.session_id]
+        self.shares.remove(session.tenant)
         if session.request_id:
             del self._by_request_id[session.tenant, session.request_id]
 

@@ -98,7 +98,7 @@ class Gate:
 
     def _set_quotas(self, rules: AuthRules) -> None:
         with self._sequences.lock:
-            self._sequences.tenants.apply(_quotas(rules))
+            self._sequences.set_tenants(_quotas(rules))
 
 
 def _quotas(rules: AuthRules) -> list[TenantQuota]:
