@@ -255,6 +255,7 @@ NAMES_NOBODY = {
     "ResetCache",
     "ListSequences",
     "ListSessions",
+    "WatchEvents",
 }
 """Allocate names an owner, and makes one that is not known: its own test is below."""
 
