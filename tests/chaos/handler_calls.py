@@ -17,7 +17,8 @@ from google.protobuf.message import Message
 from prefixcache.rpc import wire
 
 Metadata = Sequence[tuple[str, str | bytes]]
-METHODS = {method.name: method for method in wire.methods()}
+METHODS = {method.name: method for method in wire.methods() if not method.is_watch}
+"""Watches are not called here."""
 
 
 @dataclass(frozen=True, slots=True)

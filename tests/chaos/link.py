@@ -80,6 +80,10 @@ class Link:
 
         return send
 
+    def unary_stream(self, path: str, **serializers: Any) -> Any:
+        """Watches are left alone."""
+        return self._channel.unary_stream(path, **serializers)
+
     def stream_stream(self, path: str, **serializers: Any) -> Callable[..., Any]:
         call = self._channel.stream_stream(path, **serializers)
         name = path.rpartition("/")[2]

@@ -10,8 +10,10 @@ import numpy.typing as npt
 from prefixcache.rpc import wire
 from tests.chaos.killer import CLIENT_PHASES
 
-RPCS = tuple(method.name for method in wire.methods())
-_UNARY = [index for index, method in enumerate(wire.methods()) if not method.is_stream]
+_METHODS = [method for method in wire.methods() if not method.is_watch]
+RPCS = tuple(method.name for method in _METHODS)
+"""Without watches, which are under no load."""
+_UNARY = [index for index, method in enumerate(_METHODS) if not method.is_stream]
 _ENDINGS = ("started", "answered", "refused", "cut", "late")
 _MARKS = ("checked", "wrong", "kill_rpc", "kill_phase", "steps")
 _WIDTH = len(RPCS) * len(_ENDINGS) + len(_MARKS)
