@@ -16,7 +16,8 @@ from pydantic import SecretStr, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from prefixcache.config import ENV_PREFIX, Section, ServeConfig
+from prefixcache.config import ServeConfig
+from prefixcache.config.section import ENV_PREFIX, Section
 from prefixcache.errors import InvalidArgumentError
 
 S = TypeVar("S", bound=Section)

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from prefixcache.config import PoolSection, ServeConfig
+from prefixcache.config import ServeConfig
+from prefixcache.config.cache import PoolSection
 from prefixcache.core.hashing import HASH_ALGORITHMS
 from prefixcache.errors import InvalidArgumentError
 from prefixcache.options import OPTIONS, SECTIONS, make_config

@@ -17,7 +17,7 @@ from pathlib import Path
 import grpc
 
 from prefixcache.client.channel import channel_options, resolve_address
-from prefixcache.config import ENV_PREFIX
+from prefixcache.config.section import ENV_PREFIX
 from prefixcache.core.form import FORM_ENV
 from prefixcache.errors import UnavailableError
 

@@ -23,7 +23,7 @@ from prefixcache.cli.plotting import PlotFile, check_plotting
 from prefixcache.cli.progress import progress_bar
 from prefixcache.cli.setting_options import setting_parameter, with_flag
 from prefixcache.cli.trace import TraceBlock, open_trace, trace_argument
-from prefixcache.config import ModelSection
+from prefixcache.config.cache import ModelSection
 from prefixcache.errors import InvalidArgumentError
 from prefixcache.options import OPTIONS, make_section
 from prefixcache.sizes import MAX_BLOCKS, parse_size

@@ -15,7 +15,8 @@ from pathlib import Path
 from pydantic_settings import EnvSettingsSource
 
 from prefixcache.address import UnixAddress, check_socket_folder, default_listen_address
-from prefixcache.config import ENV_PREFIX, ServeConfig
+from prefixcache.config import ServeConfig
+from prefixcache.config.section import ENV_PREFIX
 from prefixcache.errors import InvalidArgumentError
 from prefixcache.options import OPTIONS, SECTIONS, did_you_mean, make_config
 

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import grpc
 
-from prefixcache.config import AccessSection, ServeConfig
+from prefixcache.config import ServeConfig
+from prefixcache.config.network import AccessSection
 from prefixcache.core.sequences import Sequences
 from prefixcache.core.tenants import TenantQuota
 from prefixcache.errors import InvalidArgumentError

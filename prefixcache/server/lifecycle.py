@@ -22,7 +22,8 @@ from prefixcache.address import (
     check_socket_folder,
     default_listen_address,
 )
-from prefixcache.config import EventsSection, ServeConfig
+from prefixcache.config import ServeConfig
+from prefixcache.config.operation import EventsSection
 from prefixcache.core.sessions import SessionLimits
 from prefixcache.errors import InvalidArgumentError
 from prefixcache.server.calls import AccessLog, Observers

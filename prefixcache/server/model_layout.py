@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from prefixcache.config import LATENT_KV_DTYPE, ModelSection
+from prefixcache.config.cache import LATENT_KV_DTYPE, ModelSection
 from prefixcache.errors import InvalidArgumentError
 from prefixcache.storage.layout import KVLayout, LatentLayout, Layout, Quantization
 from prefixcache.storage.model_config import layout_from_model_config

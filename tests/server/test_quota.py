@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 from prefixcache.client import Client, Credentials
-from prefixcache.config import AccessSection
+from prefixcache.config.network import AccessSection
 from prefixcache.core.stats import TenantStats
 from prefixcache.errors import InvalidArgumentError, NoRoomError, QuotaExceededError
 from prefixcache.options import make_config
