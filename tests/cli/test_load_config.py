@@ -67,6 +67,10 @@ EXCLUDED = {
     "kv_scale_file",
     "hash_seed",
     "record",
+    "event_buffer",
+    "events_zmq",
+    "events_zmq_replay",
+    "events_topic",
 }
 HEADS = {"num_layers": 1, "num_kv_heads": 1, "head_dim": 1, "dtype": "float32"}
 
