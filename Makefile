@@ -3,7 +3,7 @@
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .SUFFIXES:
-.PHONY: help venv venv-demo test test-slow chaos chaos-short promtool browser gpu sanitize kernels-aot oracle examples demo demo-interpreted wheel lint format proto clean distclean
+.PHONY: help venv venv-demo test test-slow chaos chaos-short promtool routers browser gpu sanitize kernels-aot oracle examples demo demo-interpreted wheel lint format proto clean distclean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -52,6 +52,13 @@ $(CURDIR)/.promtool/usr/bin/promtool:
 
 browser: venv ## look at the status page in headless Chromium, which is on PATH or CHROMIUM
 	$(PYTEST) -m browser
+
+routers: venv .routers ## let consumers of vLLM's events that others wrote follow a daemon
+	PYTHONPATH=$(CURDIR)/.routers:$(PYTHONPATH) $(PYTEST) -m routers
+
+# Of its dependencies nothing is needed here.
+.routers:
+	@$(PIP) install --quiet --no-deps --target $@ ai-dynamo-runtime==1.6.1
 
 gpu: venv ## all checks that need a CUDA device
 	$(PYTEST) -m gpu

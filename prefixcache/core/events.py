@@ -18,8 +18,8 @@ import numpy as np
 
 from prefixcache.types import TokenIds
 
-MAX_EVENT_BYTES = 2**15
-"""Longer runs of blocks make several events, so that one fits into any message."""
+MAX_EVENT_BYTES = 2**17
+"""Longer runs of blocks make several events."""
 MIN_BUFFER_BYTES = 2**20
 _OVERHEAD_BYTES = 512
 """Of an event's Python objects, all together."""
@@ -67,16 +67,25 @@ class Event(NamedTuple):
 class EventLog:
     """The last events, of at most `max_bytes` together. A run that is cut stays in memory whole.
 
+    max_event_bytes: of one, unless it has a single block; less where messages must be smaller.
+
     Numbers go from 0 without gaps; those of `[first_number, next_number)` are there. Guarded by the
     core's lock.
     """
 
-    def __init__(self, max_bytes: int, *, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        max_bytes: int,
+        *,
+        max_event_bytes: int = MAX_EVENT_BYTES,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
         if max_bytes < MIN_BUFFER_BYTES:
             raise ValueError(f"a buffer of {max_bytes} bytes, must be {MIN_BUFFER_BYTES}+")
         self.first_number = 0
         self.next_number = 0
         self.num_bytes = 0
+        self.max_event_bytes = max_event_bytes
         self._max_bytes = max_bytes
         self._clock = clock
         self._events: dict[int, Event] = {}
@@ -96,7 +105,7 @@ class EventLog:
         num_blocks = len(hashes) // digest_bytes
         size = len(token_ids) // num_blocks
         largest = digest_bytes + 4 * size + max(map(len, extra_keys or [b""]))
-        step = max(1, MAX_EVENT_BYTES // largest)
+        step = max(1, self.max_event_bytes // largest)
         for first in range(0, num_blocks, step):
             end = min(first + step, num_blocks)
             run = hashes[first * digest_bytes : end * digest_bytes]
@@ -110,7 +119,7 @@ class EventLog:
             parent = run[-digest_bytes:]
 
     def removed(self, hashes: bytes, digest_bytes: int) -> None:
-        step = MAX_EVENT_BYTES // digest_bytes * digest_bytes
+        step = self.max_event_bytes // digest_bytes * digest_bytes
         for first in range(0, len(hashes), step):
             run = hashes[first : first + step]
             self._append(Removed(run), len(run))
@@ -120,12 +129,14 @@ class EventLog:
 
     # ---- readers
 
-    def read(self, number: int, max_bytes: int = MAX_EVENT_BYTES) -> list[Event]:
+    def read(self, number: int, max_bytes: int | None = None) -> list[Event]:
         """Events from that number, or the first one after it that is there, on.
 
-        At least one if there is any, and more as long as all are of `max_bytes` together.
+        At least one if there is any, and more as long as all are of `max_bytes` together, which is
+        `max_event_bytes` if left out.
         """
-        return list(self._read(max(number, self.first_number), max_bytes))
+        limit = self.max_event_bytes if max_bytes is None else max_bytes
+        return list(self._read(max(number, self.first_number), limit))
 
     def wake_at_next(self, wake: Callable[[], object]) -> None:
         """Call `wake` once, under the lock, when there is another event. It must not wait."""

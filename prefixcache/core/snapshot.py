@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from prefixcache.core.events import MAX_EVENT_BYTES, Stored
+from prefixcache.core.events import Stored
 
 ROOT_ENTRY = 0
 """Entry id that stands for NONE_HASH, the parent of first blocks."""
@@ -45,7 +45,7 @@ class CachedBlocks:
     def head(self, count: int) -> CachedBlocks:
         return CachedBlocks(self.digests[:count], self.entries[:count], self.parents[:count])
 
-    def runs(self) -> Iterator[Stored]:
+    def runs(self, max_event_bytes: int) -> Iterator[Stored]:
         """All blocks, parents before children; blocks that follow each other share an event."""
         order = np.argsort(self.entries)
         entries, parents = self.entries[order], self.parents[order]
@@ -54,7 +54,7 @@ class CachedBlocks:
         bounds = np.append(np.flatnonzero(is_first), len(entries))
         parent_rows = np.searchsorted(entries, parents[bounds[:-1]])
         width = self.digests.shape[1]
-        longest = MAX_EVENT_BYTES // width
+        longest = max_event_bytes // width
         for index, parent_row in enumerate(parent_rows.tolist()):
             start, end = bounds[index : index + 2].tolist()
             parent = None

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from prefixcache import __version__
-from prefixcache.core.events import EventLog
+from prefixcache.core.events import MAX_EVENT_BYTES, EventLog
 from prefixcache.core.form import FORM
 from prefixcache.core.hashing import HASH_ALGORITHMS, HASH_RECIPE_VERSION, Hasher
 from prefixcache.core.pool import Pool
@@ -129,7 +129,11 @@ class Daemon:
         self.is_draining = False
         self.clock = clock
         self._started_s = clock()
-        events = EventLog(cache.event_buffer_bytes) if cache.event_buffer_bytes else None
+        events = None
+        if cache.event_buffer_bytes:
+            # A snapshot's message may have two of them.
+            largest_event = min(MAX_EVENT_BYTES, limits.max_message_bytes // 4)
+            events = EventLog(cache.event_buffer_bytes, max_event_bytes=largest_event)
         self.sequences = Sequences(
             Pool(
                 cache.num_blocks,

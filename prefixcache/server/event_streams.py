@@ -13,7 +13,7 @@ from typing import Any
 
 import grpc
 
-from prefixcache.core.events import MAX_EVENT_BYTES, Event, EventLog, Removed, Stored
+from prefixcache.core.events import Event, EventLog, Removed, Stored
 from prefixcache.core.sequences import Sequences
 from prefixcache.core.snapshot import CachedBlocks
 from prefixcache.errors import CancelledCallError, DrainingError, EventsGoneError, EventsOffError
@@ -128,10 +128,10 @@ class EventStreams:
         start.snapshot_started.num_blocks = len(cached)
         end.snapshot_ended.SetInParent()
         events, num_bytes = [start], 0
-        for run in cached.runs():
+        for run in cached.runs(log.max_event_bytes):
             events.append(self._stored(number, 0.0, run))
             num_bytes += len(run.hashes) + _RUN_OVERHEAD_BYTES
-            if num_bytes >= MAX_EVENT_BYTES:
+            if num_bytes >= log.max_event_bytes:
                 yield self._response(number, events)
                 events, num_bytes = [], 0
         yield self._response(number, [*events, end])

@@ -24,7 +24,7 @@ from prefixcache.core.sequences import Sequences
 from prefixcache.errors import InvalidArgumentError
 
 _END = (-1).to_bytes(8, "big", signed=True)
-_MAX_UNREAD = 4096
+_MAX_UNREAD = 1024
 """Messages that wait for one peer. More are dropped for a subscriber, and kept back in a replay."""
 _MAX_REPLAYS = 16
 _REPLAY_RETRY_MS = 10

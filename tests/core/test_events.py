@@ -42,7 +42,7 @@ def test_numbers_go_up_from_0_and_a_reader_reads_from_where_it_is() -> None:
     assert log.read(0)[0].time_s == 5.0
 
 
-@pytest.mark.parametrize("num_blocks", [1, 341, 342, 1000])
+@pytest.mark.parametrize("num_blocks", [1, 1365, 1366, 4000])
 def test_a_long_run_makes_events_that_follow_each_other(num_blocks: int) -> None:
     log = EventLog(MIN_BUFFER_BYTES)
     log.stored(digests(num_blocks), WIDTH, b"parent", tokens(16 * num_blocks), None)
@@ -53,21 +53,21 @@ def test_a_long_run_makes_events_that_follow_each_other(num_blocks: int) -> None
     assert np.concatenate([run.token_ids for run in runs]).tolist() == list(range(16 * num_blocks))
     parents = [b"parent", *(run.hashes[-WIDTH:] for run in runs)][: len(runs)]
     assert [run.parent for run in runs] == parents
-    assert len(runs) == -(-num_blocks // 341)
+    assert len(runs) == -(-num_blocks // 1365)
 
 
-@pytest.mark.parametrize("num_blocks", [1024, 1025])
+@pytest.mark.parametrize("num_blocks", [4096, 4097])
 def test_many_removed_blocks_make_several_events(num_blocks: int) -> None:
     log = EventLog(MIN_BUFFER_BYTES)
     log.removed(digests(num_blocks), WIDTH)
     runs = [event.change.hashes for event in log.read(0, 2**30)]
     assert b"".join(runs) == digests(num_blocks)
-    assert len(runs) == -(-num_blocks // 1024)
+    assert len(runs) == -(-num_blocks // 4096)
 
 
 def test_extra_keys_are_cut_with_their_blocks_and_left_out_where_there_are_none() -> None:
     log = EventLog(MIN_BUFFER_BYTES)
-    keys = [b"x" * 2000] + [b""] * 99
+    keys = [b"x" * 8000] + [b""] * 99
     log.stored(digests(100), WIDTH, None, tokens(100), keys)
     runs = [event.change for event in log.read(0, 2**30)]
     assert isinstance(runs[0], Stored)

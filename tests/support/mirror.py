@@ -61,7 +61,7 @@ def snapshot_of(pool: Pool) -> Mirror:
     """A mirror of what the pool holds now."""
     room = CachedBlocks.room_for(pool.num_blocks, pool.digest_bytes)
     mirror = Mirror()
-    for run in room.head(pool.copy_cached(room)).runs():
+    for run in room.head(pool.copy_cached(room)).runs(max_event_bytes=4096):
         mirror.apply(run, pool.digest_bytes)
     return mirror
 

@@ -37,7 +37,7 @@ cdef enum:
     EVICTION_COLUMNS_AHEAD = 16
     EVICTION_SLOTS_AHEAD = 8
     GHOSTS_AHEAD = 8
-    REMOVED_AT_ONCE = 1024
+    REMOVED_AT_ONCE = 4096
 
 cdef double _TICKS_PER_S = TICKS_PER_S
 cdef size_t _SET_BYTES = GHOST_WAYS * sizeof(uint64_t)
