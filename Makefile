@@ -112,7 +112,7 @@ proto: venv ## regenerate prefixcache/rpc/_pb from protos/
 	$(BIN)/python protos/generate.py
 
 clean: ## remove caches and builds
-	rm -rf build dist *.egg-info .triton-* .promtool examples/node/node_modules .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf build dist *.egg-info .triton-* .promtool .routers examples/node/node_modules .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -path ./$(VENV) -prune -o -type d -name __pycache__ -exec rm -rf {} +
 	find prefixcache -path '*/native/*.so' -delete
 	rm -f $(VENV)/.stamp-dev
