@@ -431,7 +431,7 @@ class AsyncClient:
         """
         await self._ready(timeout_s)
         request = events.request(start, snapshot)
-        return AsyncEventStream(self._stubs["WatchEvents"](request), self._home)
+        return AsyncEventStream(self._stubs["WatchEvents"](iter([request])), self._home)
 
     # ---- the session
 

@@ -32,6 +32,7 @@ REPEATABLE = frozenset(
         "GetStats",
         "ListSequences",
         "ListSessions",
+        "WatchEvents",
         # The client always sends request ids.
         "OpenSession",
         "Allocate",
@@ -125,7 +126,7 @@ def make_stubs(channel: Any, bearer: Bearer) -> dict[str, Any]:
         request = wire.twin(method.request.DESCRIPTOR.name)
         response = wire.twin(method.response.DESCRIPTOR.name)
         make = channel.stream_stream if method.is_stream else channel.unary_unary
-        stub = (channel.unary_stream if method.is_watch else make)(
+        stub = make(
             method.path,
             request_serializer=request.SerializeToString,
             response_deserializer=response.FromString,

@@ -420,7 +420,7 @@ class Client:
         """
         self._ready(timeout_s)
         request = events.request(start, snapshot)
-        return EventStream(self._stubs["WatchEvents"](request), self._home)
+        return EventStream(self._stubs["WatchEvents"](iter([request])), self._home)
 
     # ---- the session
 

@@ -19,7 +19,7 @@ from prefixcache.errors import (
     UnavailableError,
 )
 from prefixcache.rpc import wire
-from prefixcache.rpc._pb import cache_pb2
+from prefixcache.rpc._pb import admin_pb2, cache_pb2
 from prefixcache.storage.layout import KVLayout, LatentLayout, Quantization
 from tests.client.fake_daemon import (
     BLOCK_SIZE,
@@ -29,7 +29,7 @@ from tests.client.fake_daemon import (
     fake_daemon,
     info_reply,
 )
-from tests.client.twins import open_client
+from tests.client.twins import next_event, open_client
 
 UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
 Q = np.ones((1, 2, 8), dtype=np.float32)
@@ -59,6 +59,10 @@ def _call_everything(client, fake) -> None:
     client.reset_cache()
     with client.steps() as steps:
         steps.run(steps.new_step())
+    change = admin_pb2.CacheEvent(cleared=admin_pb2.CacheCleared())
+    fake.will("WatchEvents", admin_pb2.WatchEventsResponse(events=[change]))
+    with client.watch_events() as stream:
+        next_event(stream)
 
 
 def test_every_rpc_is_classified_as_safe_to_repeat_or_not():
@@ -153,8 +157,9 @@ def test_every_call_has_a_deadline_of_its_own_or_the_one_of_the_client(client_ki
     fake.deadlines_s.pop("KeepAlive", None)
     assert set(fake.deadlines_s) == {method.name for method in wire.methods()} - {"KeepAlive"}
     # A stream lives as long as its engine; each wait on it has its own limit.
-    (of_the_stream,) = fake.deadlines_s.pop("Step")
-    assert of_the_stream > 1e9
+    for name in ("Step", "WatchEvents"):
+        (of_the_stream,) = fake.deadlines_s.pop(name)
+        assert of_the_stream > 1e9
     (of_the_end,) = fake.deadlines_s.pop("CloseSession")
     assert 0 < of_the_end < 2, "the daemon may be gone, and a client closes all the same"
     assert all(60 < deadline < 78 for [deadline] in fake.deadlines_s.values())

@@ -23,7 +23,7 @@ from prefixcache import (
 from prefixcache.rpc._pb import admin_pb2
 from prefixcache.server.daemon import CacheOptions
 from tests.client.fake_daemon import BOOT_ID, FakeDaemon
-from tests.client.twins import open_client
+from tests.client.twins import next_event, open_client
 from tests.support.daemon import RunningDaemon, running_daemon
 
 
@@ -39,10 +39,6 @@ def watcher(client_kind: str, running: RunningDaemon) -> Iterator[Any]:
         yield opened
 
 
-def take(stream: Any) -> Any:
-    return next(stream) if hasattr(type(stream), "__next__") else stream.__anext__()
-
-
 def fill(client: Any, tokens: list[int], extra_keys: ExtraKeys | None = None) -> None:
     with client.sequence(tokens, extra_keys=extra_keys) as sequence:
         sequence.commit(len(tokens) - sequence.num_cached_tokens)
@@ -52,37 +48,37 @@ def test_a_snapshot_then_changes(watcher: Any) -> None:
     fill(watcher, list(range(8)))
     stream = watcher.watch_events()
     assert stream.position() is None
-    assert take(stream) == SnapshotStarted(2)
+    assert next_event(stream) == SnapshotStarted(2)
     assert stream.position() is None
-    stored = take(stream)
+    stored = next_event(stream)
     assert (stored.number, stored.parent_hash, len(stored.block_hashes)) == (None, None, 2)
     assert (len(stored.token_ids), stored.extra_keys, stored.block_size) == (0, (), 4)
-    assert take(stream) == SnapshotEnded(1)
+    assert next_event(stream) == SnapshotEnded(1)
     assert stream.position().number == 1
 
     fill(watcher, list(range(12)))
-    stored = take(stream)
+    stored = next_event(stream)
     assert isinstance(stored, BlocksStored)
     assert (stored.number, len(stored.block_hashes)) == (1, 1)
     np.testing.assert_array_equal(stored.token_ids, [8, 9, 10, 11])
     assert stored.time_s > 0
     fill(watcher, list(range(100, 160)))
-    removed, stored = take(stream), take(stream)
+    removed, stored = next_event(stream), next_event(stream)
     assert isinstance(removed, BlocksRemoved)
     assert (removed.number, len(removed.block_hashes)) == (2, 2)
     assert (stored.number, len(stored.block_hashes)) == (3, 15)
     watcher.reset_cache()
-    assert isinstance(take(stream), CacheCleared)
+    assert isinstance(next_event(stream), CacheCleared)
     assert stream.position() == EventPosition(5, watcher.server_info().boot_id)
     stream.close()
     with pytest.raises(errors.CancelledCallError):
-        take(stream)
+        next_event(stream)
 
 
 def test_extra_keys_come_as_the_hashes_have_them(watcher: Any) -> None:
     stream = watcher.watch_events(snapshot=False)
     fill(watcher, list(range(8)), ExtraKeys(lora=Lora("poet", "/v1"), cache_salt="s"))
-    stored = take(stream)
+    stored = next_event(stream)
     lora = ("lora", "poet", "/v1")
     assert stored.extra_keys == ((lora, ("cache_salt", "s")), (lora,))
     stream.close()
@@ -90,16 +86,16 @@ def test_extra_keys_come_as_the_hashes_have_them(watcher: Any) -> None:
 
 def test_it_goes_on_at_a_position(watcher: Any) -> None:
     stream = watcher.watch_events()
-    assert [take(stream), take(stream)] == [SnapshotStarted(0), SnapshotEnded(0)]
+    assert [next_event(stream), next_event(stream)] == [SnapshotStarted(0), SnapshotEnded(0)]
     position = stream.position()
     stream.close()
     fill(watcher, list(range(4)))
     with watcher.watch_events(position) as stream:
-        assert take(stream).number == 0
+        assert next_event(stream).number == 0
     other = EventPosition(0, b"another start of it")
     for gone in (other, EventPosition(2)):
         with watcher.watch_events(gone) as stream, pytest.raises(errors.EventsGoneError) as caught:
-            take(stream)
+            next_event(stream)
         assert caught.value.fields["next_number"] == "1"
 
 
@@ -111,11 +107,11 @@ def test_a_position_below_zero_is_refused_before_anything_is_sent(watcher: Any) 
 
 def test_the_end_of_the_daemon_ends_the_stream(watcher: Any, running: RunningDaemon) -> None:
     stream = watcher.watch_events()
-    take(stream)
+    next_event(stream)
     running.server.stop(5.0)
-    assert take(stream) == SnapshotEnded(0)
+    assert next_event(stream) == SnapshotEnded(0)
     with pytest.raises(errors.DrainingError):
-        take(stream)
+        next_event(stream)
 
 
 def test_a_loss_is_an_event_and_moves_the_position(fake: FakeDaemon, client: Any) -> None:
@@ -123,9 +119,9 @@ def test_a_loss_is_an_event_and_moves_the_position(fake: FakeDaemon, client: Any
     reply = admin_pb2.WatchEventsResponse(boot_id=BOOT_ID, next_number=9, events=[lost])
     fake.will("WatchEvents", reply)
     stream = client.watch_events(EventPosition(3), snapshot=False)
-    assert take(stream) == EventsLost(3, 9)
+    assert next_event(stream) == EventsLost(3, 9)
     assert stream.position() == EventPosition(9, BOOT_ID)
     with pytest.raises(errors.UnavailableError, match="ended the stream"):
-        take(stream)
+        next_event(stream)
     (request,) = fake.requests["WatchEvents"]
     assert (request.from_number, request.without_snapshot) == (3, True)

@@ -71,6 +71,11 @@ def _unwrapped(value: Any) -> Any:
     return value
 
 
+def next_event(stream: Any) -> Any:
+    """Of an event stream of either client."""
+    return next(stream) if hasattr(type(stream), "__next__") else stream.__anext__()
+
+
 @contextmanager
 def open_client(kind: str, *args: Any, **kwargs: Any) -> Iterator[Any]:
     """kind: "sync" or "async". Gives the methods of `Client` either way."""

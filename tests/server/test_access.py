@@ -15,7 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from prefixcache.rpc import wire
-from prefixcache.rpc._pb import cache_pb2, session_pb2
+from prefixcache.rpc._pb import admin_pb2, cache_pb2, session_pb2
 from prefixcache.server.access import AccessControl
 from prefixcache.server.auth_file import AuthRules, parse_auth_rules
 from prefixcache.server.daemon import CacheOptions
@@ -69,7 +69,7 @@ def guarded() -> Iterator[Guarded]:
     access = AccessControl(rules_with(*ROLES), tickets, clock=lambda: clock_s[0])
     with (
         closing(tickets),
-        running_daemon(CacheOptions(16, 4), access=access) as running,
+        running_daemon(CacheOptions(16, 4, event_buffer_bytes=2**20), access=access) as running,
         ExitStack() as opened,
     ):
         yield Guarded(running, access, clock_s, opened)
@@ -209,6 +209,15 @@ def test_an_open_stream_ends_with_its_identity(guarded: Guarded, name: str, way:
         assert waiting.ended().code is grpc.StatusCode.CANCELLED
         if open_stream is not waiting:
             assert open_stream.ended().code is grpc.StatusCode.CANCELLED
+
+
+def test_watching_events_ends_with_the_identity_though_nothing_happens(guarded: Guarded) -> None:
+    stubs = guarded.with_token("of an admin")
+    with stubs.stream("WatchEvents") as stream:
+        assert stream.run(admin_pb2.WatchEventsRequest()).events
+        guarded.access.use(rules_with(identity("another")))
+        guarded.running.sweep()
+        assert stream.ended().code is grpc.StatusCode.CANCELLED
 
 
 def test_a_message_on_a_stream_is_refused_before_the_next_sweep(guarded: Guarded) -> None:
