@@ -44,11 +44,11 @@ class LossyLink:
         call = self._channel.unary_unary(path, **serializers)
         name = path.rpartition("/")[2]
 
-        def send(request: Any, timeout: float | None = None) -> Any:
+        def send(request: Any, timeout: float | None = None, metadata: Any = None) -> Any:
             if name in UNTOUCHED or not self.is_lossy:
-                return call(request, timeout=timeout)
+                return call(request, timeout=timeout, metadata=metadata)
             copy = type(request).FromString(request.SerializeToString())
-            return self._send(lambda: call(copy, timeout=30.0))
+            return self._send(lambda: call(copy, timeout=30.0, metadata=metadata))
 
         return send
 
