@@ -510,13 +510,15 @@ def test_a_request_id_is_free_again_after_its_sequence(client_kind):
 
 def test_calls_whose_deadlines_pass_leave_nothing_behind(client_kind):
     rng = random.Random(7)
-    num_late = 0
+    num_calls = num_late = 0
     with (
         running_daemon(CacheOptions(64, 4)) as running,
         open_client(client_kind, running.target) as client,
     ):
         client.sequence([1]).free()
-        for _ in range(200):
+        # How many are late is the machine's business.
+        while num_calls < 200 or (num_late <= 10 and num_calls < 10_000):
+            num_calls += 1
             made = []
             with suppress(DeadlineExceededError):
                 num_late += 1
