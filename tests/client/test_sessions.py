@@ -401,7 +401,9 @@ def test_a_client_that_has_lost_its_session_closes_nothing(client_kind, fake):
     assert not fake.requests["CloseSession"]
 
 
-@pytest.mark.parametrize("answer", [HANG, InternalError("broken"), GONE], ids=str)
+@pytest.mark.parametrize(
+    "answer", [HANG, InternalError("broken"), GONE], ids=["none", "broken", "gone"]
+)
 def test_a_client_closes_whatever_the_daemon_says(client_kind, fake, answer):
     fake.will("CloseSession", answer)
     with open_client(client_kind, fake.target) as client:
