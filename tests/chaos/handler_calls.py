@@ -6,7 +6,7 @@ They are the very functions that gRPC calls, caught as the server registers them
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +17,7 @@ from google.protobuf.message import Message
 from prefixcache.rpc import wire
 
 Metadata = Sequence[tuple[str, str | bytes]]
-METHODS = {method.name: method for method in wire.methods() if not method.is_watch}
-"""Watches are not called here."""
+METHODS = {method.name: method for method in wire.methods()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +52,10 @@ class Handlers:
         try:
             if method.is_stream:
                 found = handler.stream_stream(iter(messages), context)
+                if method.is_watch:
+                    # It would go on for ever.
+                    with closing(found) as watch:
+                        found = [next(watch)]
             else:
                 found = (handler.stream_unary(iter(messages), context),)
             serialize = handler.response_serializer or bytes

@@ -12,7 +12,7 @@ from tests.chaos.killer import CLIENT_PHASES
 
 _METHODS = [method for method in wire.methods() if not method.is_watch]
 RPCS = tuple(method.name for method in _METHODS)
-"""Without watches, which are under no load."""
+"""Without watches, which change nothing."""
 _UNARY = [index for index, method in enumerate(_METHODS) if not method.is_stream]
 _ENDINGS = ("started", "answered", "refused", "cut", "late")
 _MARKS = ("checked", "wrong", "kill_rpc", "kill_phase", "steps")
