@@ -10,12 +10,13 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from prefixcache.replay.hit_rates import HitRates
 from prefixcache.replay.reuse import Column, Reuse
 from prefixcache.replay.trace import Trace
 
 
 @dataclass(frozen=True, slots=True)
-class PoolCounts:
+class PoolCounts(HitRates):
     """What a replay counts with a pool of `num_blocks`; see `ReplayResult` for the words."""
 
     num_blocks: int
@@ -28,16 +29,6 @@ class PoolCounts:
     hit_tokens: int
     evictions: int
     cached_end: int
-
-    @property
-    def hit_rate_blocks(self) -> float:
-        """hit blocks / query blocks, 0 to 1; 0 without queries."""
-        return self.hit_blocks / self.query_blocks if self.query_blocks else 0.0
-
-    @property
-    def hit_rate_tokens(self) -> float:
-        """hit tokens / query tokens, 0 to 1; 0 without queries."""
-        return self.hit_tokens / self.query_tokens if self.query_tokens else 0.0
 
 
 class HitCurve:

@@ -11,12 +11,13 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from prefixcache.replay.hit_rates import HitRates
 from prefixcache.replay.targets import Target
 from prefixcache.replay.trace import Trace
 
 
 @dataclass(frozen=True, slots=True)
-class ReplayResult:
+class ReplayResult(HitRates):
     """Counts over all requests. Those rejected count in `rejected...` and nowhere else.
 
     hit_tokens: hit blocks × block size, as a block-granular simulator counts; num_cached_tokens is
@@ -45,16 +46,6 @@ class ReplayResult:
     digest: str
     num_cached_tokens: int
     seconds: float
-
-    @property
-    def hit_rate_blocks(self) -> float:
-        """hit blocks / query blocks, 0 to 1; 0 without queries."""
-        return self.hit_blocks / self.query_blocks if self.query_blocks else 0.0
-
-    @property
-    def hit_rate_tokens(self) -> float:
-        """hit tokens / query tokens, 0 to 1; 0 without queries."""
-        return self.hit_tokens / self.query_tokens if self.query_tokens else 0.0
 
 
 @dataclass(frozen=True, slots=True)
