@@ -22,6 +22,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
+from prefixcache.core.tenants import TenantQuota
 from prefixcache.errors import InvalidArgumentError
 from prefixcache.server.callers import Caller
 from prefixcache.sizes import MAX_BLOCKS
@@ -43,28 +44,19 @@ class Identity:
 
 
 @dataclass(frozen=True, slots=True)
-class TenantRules:
-    """What the file says of a tenant. Blocks: of the pool, see `core.tenants`; None: no limit."""
-
-    namespace: str
-    guaranteed_blocks: int = 0
-    max_blocks: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class AuthRules:
     """A file that was checked.
 
     by_token: the SHA-256 of a token. by_subject: a certificate's subject, or `dns:NAME` or
     `uri:URI` for a subject alternative name. by_gid: in the order of the file.
-    tenants: every tenant that an identity has.
+    tenants: by name, every one that an identity has.
     """
 
     by_token: Mapping[bytes, Identity]
     by_subject: Mapping[str, Identity]
     by_uid: Mapping[int, Identity]
     by_gid: Mapping[int, Identity]
-    tenants: Mapping[str, TenantRules]
+    tenants: Mapping[str, TenantQuota]
 
 
 def token_hash(token: str) -> bytes:
@@ -179,7 +171,7 @@ def parse_auth_rules(document: Mapping[str, object]) -> AuthRules:
         raise ValueError(f"{_place(detail['loc'])}: {problem}") from None
     names = {entry.tenant for entry in file.identities}
     _check_tenants(file.tenants, names)
-    tenants = {name: _tenant_rules(name, file.tenants.get(name)) for name in sorted(names)}
+    tenants = {name: _quota(name, file.tenants.get(name)) for name in sorted(names)}
     found: dict[str, dict[str | int, Identity]] = {key: {} for key in _SELECTORS}
     for index, entry in enumerate(file.identities):
         try:
@@ -214,10 +206,10 @@ def _check_tenants(tenants: Mapping[str, _TenantEntry], names: set[str]) -> None
             raise ValueError(f"tenants.{name}.max_blocks: is less than guaranteed_blocks")
 
 
-def _tenant_rules(name: str, entry: _TenantEntry | None) -> TenantRules:
+def _quota(name: str, entry: _TenantEntry | None) -> TenantQuota:
     if entry is None:
-        return TenantRules(name)
-    return TenantRules(entry.namespace or name, entry.guaranteed_blocks, entry.max_blocks)
+        return TenantQuota(name, name)
+    return TenantQuota(name, entry.namespace or name, entry.guaranteed_blocks, entry.max_blocks)
 
 
 def _identity(entry: _IdentityEntry, namespace: str) -> Identity:

@@ -13,7 +13,6 @@ import grpc
 from prefixcache.config import ServeConfig
 from prefixcache.config.network import AccessSection
 from prefixcache.core.sequences import Sequences
-from prefixcache.core.tenants import TenantQuota
 from prefixcache.errors import InvalidArgumentError
 from prefixcache.server.access import AccessControl, OpenAccess
 from prefixcache.server.auth_file import AuthRules, read_auth_file
@@ -92,21 +91,14 @@ class Gate:
         rules = read_auth_file(path)
         try:
             with self._sequences.lock:
-                self._sequences.tenants.check(_quotas(rules))
+                self._sequences.tenants.check(rules.tenants.values())
         except InvalidArgumentError as error:
             raise InvalidArgumentError("--auth", f"{path}: {error}") from None
         return rules
 
     def _set_quotas(self, rules: AuthRules) -> None:
         with self._sequences.lock:
-            self._sequences.set_tenants(_quotas(rules))
-
-
-def _quotas(rules: AuthRules) -> list[TenantQuota]:
-    return [
-        TenantQuota(name, tenant.namespace, tenant.guaranteed_blocks, tenant.max_blocks)
-        for name, tenant in rules.tenants.items()
-    ]
+            self._sequences.set_tenants(rules.tenants.values())
 
 
 def _tls_files(section: AccessSection) -> TlsFiles | None:

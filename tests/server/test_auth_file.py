@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from prefixcache.core.tenants import TenantQuota
 from prefixcache.errors import InvalidArgumentError
 from prefixcache.server.auth_file import (
-    TenantRules,
     parse_auth_rules,
     read_auth_file,
     token_hash,
@@ -62,9 +62,9 @@ def test_every_kind_of_identity_is_read() -> None:
     assert rules.by_uid[0].caller == token.caller
     assert rules.by_gid[1001].caller == Caller("c", "c", frozenset({"admin"}))
     assert rules.tenants == {
-        "a": TenantRules("shared", 10, None),
-        "b": TenantRules("shared", 0, 50),
-        "c": TenantRules("c", 0, None),
+        "a": TenantQuota("a", "shared", 10, None),
+        "b": TenantQuota("b", "shared", 0, 50),
+        "c": TenantQuota("c", "c", 0, None),
     }
 
 
