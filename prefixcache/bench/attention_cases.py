@@ -20,7 +20,8 @@ from prefixcache.attention.decode import decode
 from prefixcache.attention.prefill import prefill
 from prefixcache.attention.write_kv import write_kv
 from prefixcache.storage.layout import KVLayout, LatentLayout, Layout, Quantization
-from prefixcache.storage.pool_memory import DTYPES, PoolMemory
+from prefixcache.storage.pool_memory import PoolMemory
+from prefixcache.storage.pool_views import DTYPES
 from prefixcache.types import PLAIN_ATTENTION, AttentionOptions, BlockIds
 
 CEILINGS, COPY, MATMUL, READ = "Ceilings", "copy", "matmul", "read all K/V"

@@ -33,7 +33,7 @@ from prefixcache.bench.machine import machine_facts
 from prefixcache.bench.measure import Laps, OnRound, Progress, Rounds, run_rounds
 from prefixcache.bench.report import Ratio, Report, Row
 from prefixcache.storage.layout import LatentLayout, Layout, Quantization
-from prefixcache.storage.pool_memory import DTYPES
+from prefixcache.storage.pool_views import DTYPES
 from prefixcache.types import AttentionOptions, BlockIds
 
 _ROUNDS = Rounds(fewest=5, most=30, budget_s=10.0)

@@ -1,1 +1,1 @@
-"""K/V storage: shapes and bytes (`layout`, no torch) and the one allocation (`pool_memory`)."""
+"""K/V storage: shapes and bytes (`layout`, no torch), the allocation (`pool_memory`), its views."""

@@ -1,6 +1,6 @@
 """One layer of the pool as attention sees it: tensors over the memory, and how to read them.
 
-Owns nothing: the views are made by `pool_memory`, and by whoever has K/V memory of their own. A
+Owns nothing: the views are made by `pool_views`, and by whoever has K/V memory of their own. A
 new way to store K/V is another value of this class, not another argument of every operation.
 """
 

@@ -1,3 +1,4 @@
+import fcntl
 import mmap
 import os
 from collections.abc import Iterator
@@ -7,8 +8,10 @@ import pytest
 import torch
 
 from prefixcache.errors import InvalidArgumentError
+from prefixcache.storage import pool_memory
 from prefixcache.storage.layout import KVLayout
 from prefixcache.storage.pool_memory import PoolMemory
+from prefixcache.storage.shared_memory import SEALS
 
 LAYOUT = KVLayout(num_layers=3, num_kv_heads=2, head_dim=8, block_size=4, dtype="float32")
 NUM_BLOCKS = 6
@@ -88,6 +91,12 @@ def test_another_mapping_of_the_file_sees_the_same_bytes(pool: PoolMemory) -> No
         assert pool.block_span(1)[0] == 77
 
 
+def test_the_size_of_the_file_is_sealed(pool: PoolMemory) -> None:
+    assert pool.fd is not None
+    assert fcntl.fcntl(pool.fd, fcntl.F_GET_SEALS) == SEALS
+    assert os.fstat(pool.fd).st_size == NUM_BLOCKS * LAYOUT.block_bytes
+
+
 @pytest.mark.parametrize("layer", [-1, LAYOUT.num_layers])
 def test_a_layer_out_of_range_is_refused(pool: PoolMemory, layer: int) -> None:
     with pytest.raises(InvalidArgumentError) as refusal:
@@ -151,7 +160,7 @@ def test_a_failing_mapping_leaves_no_file_open(monkeypatch: pytest.MonkeyPatch) 
         raise OSError("cannot allocate memory")
 
     fds = open_fds()
-    monkeypatch.setattr(mmap, "mmap", refuse)
+    monkeypatch.setattr(pool_memory, "map_shared_memory", refuse)
     with pytest.raises(InvalidArgumentError, match="cannot allocate memory"):
         PoolMemory(LAYOUT, NUM_BLOCKS)
     assert open_fds() == fds
