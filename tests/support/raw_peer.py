@@ -27,19 +27,16 @@ class Frame(NamedTuple):
 class RawPeer:
     """Sends calls, and reads nothing of their replies.
 
-    target: `unix:/path`. window: how much of them may be sent; 0 for nothing. Use as a context
-    manager.
+    target: `unix:/path`. None of them may be sent before `open_window`. Use as a context manager.
     """
 
-    def __init__(self, target: str, *, window: int = 0) -> None:
+    def __init__(self, target: str) -> None:
         self._socket = socket.socket(socket.AF_UNIX)
         self._socket.settimeout(20.0)
         self._socket.connect(target.removeprefix("unix:"))
         self._next_stream = 1
         self._socket.sendall(_PREFACE)
-        self._send(_SETTINGS, 0, 0, struct.pack(">HI", _INITIAL_WINDOW_SIZE, window))
-        if window:
-            self._send(_WINDOW_UPDATE, 0, 0, struct.pack(">I", window))
+        self._send(_SETTINGS, 0, 0, struct.pack(">HI", _INITIAL_WINDOW_SIZE, 0))
         self._send(_SETTINGS, _ACK, 0, b"")
 
     def __enter__(self) -> RawPeer:
@@ -47,6 +44,11 @@ class RawPeer:
 
     def __exit__(self, *error: object) -> None:
         self._socket.close()
+
+    def open_window(self, num_bytes: int) -> None:
+        """So much of every reply, and of all together, may be sent from now on."""
+        self._send(_SETTINGS, 0, 0, struct.pack(">HI", _INITIAL_WINDOW_SIZE, num_bytes))
+        self._send(_WINDOW_UPDATE, 0, 0, struct.pack(">I", num_bytes))
 
     def call(self, path: str, message: bytes) -> None:
         """Begin a unary call. path: `/package.Service/Method`."""
