@@ -2,32 +2,27 @@
 
 `Credentials` are the caller's choice. `Bearer` is what goes with each call of one client: the
 token, or the ticket that a daemon on a Unix socket gives to a user of its host (see
-`prefixcache.server.peer_tickets` for the protocol). A ticket is asked for once the daemon has asked
-for credentials, and again after its restart. Safe to use from many threads.
+`prefixcache.server.peer_tickets`). A ticket is asked for once the daemon has asked for credentials,
+and again after its restart. Safe to use from many threads.
 """
 
 from __future__ import annotations
 
 import os
 import re
-import socket
-import struct
 import threading
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
 
-from prefixcache.address import PEER_SUFFIX, Address, TcpAddress, UnixAddress
+from prefixcache.address import Address, TcpAddress, UnixAddress
+from prefixcache.client.peer_connection import PeerConnection
 from prefixcache.errors import InvalidArgumentError
+from prefixcache.rpc.peer_protocol import PeerMessage
 
 _TOKEN = re.compile(r"[!-~]+")
-_TICKET = 1
-_HEADER = struct.Struct(">I")
-_MAX_ANSWER_BYTES = 1024
-_TICKET_TIMEOUT_S = 1.0
 
 Metadata = tuple[tuple[str, str], ...]
 
@@ -93,14 +88,14 @@ class Bearer:
         self._metadata = _metadata(credentials.token) if credentials.token else None
         self._lock = threading.Lock()
         self._pid = os.getpid()
-        self._connection: socket.socket | None = None
-        self._peer_path: str | None = None
+        self._connection: PeerConnection | None = None
+        self._address: UnixAddress | None = None
         if credentials.token is None and isinstance(address, UnixAddress):
-            self._peer_path = address.path + PEER_SUFFIX
+            self._address = address
 
     def on(self, stub: Callable[..., Any], *, is_stream: bool) -> Callable[..., Any]:
         """The stub, whose calls carry it."""
-        if self._peer_path is None:
+        if self._address is None:
             metadata = self._metadata
             return stub if metadata is None else _with(stub, lambda: metadata)
         if is_stream:
@@ -112,12 +107,13 @@ class Bearer:
 
         Waits for the daemon's answer, for a second at most.
         """
-        if self._peer_path is None:
+        if self._address is None:
             return False
         with self._lock:
             if self.version != version:
                 return True
-            return not self._is_connected() and self._take_ticket(self._peer_path)
+            is_good = self._connection is not None and self._connection.is_open
+            return not is_good and self._take_ticket(self._address)
 
     def close(self) -> None:
         """The ticket ends. In a forked child nothing happens: the lock may be held for ever."""
@@ -125,7 +121,7 @@ class Bearer:
             return
         with self._lock:
             self._disconnect()
-            self._peer_path = None
+            self._address = None
 
     def _fresh_metadata(self) -> Metadata | None:
         """Of a stream, which cannot be tried again like a call."""
@@ -133,29 +129,17 @@ class Bearer:
             self.renew(self.version)
         return self._metadata
 
-    def _is_connected(self) -> bool:
-        """A daemon that ends closes its side; it never sends unasked."""
-        if self._connection is None:
-            return False
+    def _take_ticket(self, address: UnixAddress) -> bool:
+        self._disconnect()
         try:
-            return bool(self._connection.recv(1, socket.MSG_PEEK))
-        except BlockingIOError:
-            return True
+            connection = PeerConnection(address)
         except OSError:
             return False
-
-    def _take_ticket(self, path: str) -> bool:
-        self._disconnect()
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            connection.settimeout(_TICKET_TIMEOUT_S)
-            connection.connect(path)
-            connection.sendall(_HEADER.pack(1) + bytes([_TICKET]))
-            ticket = _read_ticket(connection)
-            connection.setblocking(False)
-        except OSError:  # no such socket, not for this user, or no answer in time
-            ticket = None
-        if ticket is None:
+            ticket = connection.ask(PeerMessage.TICKET).rest.decode("ascii", errors="replace")
+        except OSError:
+            ticket = ""
+        if not _TOKEN.fullmatch(ticket):
             connection.close()
             return False
         self._connection, self._metadata = connection, _metadata(ticket)
@@ -164,8 +148,7 @@ class Bearer:
 
     def _disconnect(self) -> None:
         if self._connection is not None:
-            with suppress(OSError):
-                self._connection.close()
+            self._connection.close()
             self._connection = None
 
 
@@ -178,23 +161,3 @@ def _with(stub: Callable[..., Any], metadata: Callable[[], Metadata | None]) -> 
         return stub(*arguments, metadata=metadata(), **options)
 
     return call
-
-
-def _read_ticket(connection: socket.socket) -> str | None:
-    """None if the daemon gives none."""
-    (length,) = _HEADER.unpack(_read(connection, _HEADER.size))
-    if not 1 <= length <= _MAX_ANSWER_BYTES:
-        return None
-    answer = _read(connection, length)
-    ticket = answer[1:].decode("ascii", errors="replace")
-    return ticket if answer[0] == _TICKET and _TOKEN.fullmatch(ticket) else None
-
-
-def _read(connection: socket.socket, num_bytes: int) -> bytes:
-    data = b""
-    while len(data) < num_bytes:
-        part = connection.recv(num_bytes - len(data))
-        if not part:
-            raise ConnectionResetError
-        data += part
-    return data

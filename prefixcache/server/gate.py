@@ -14,8 +14,10 @@ from prefixcache.config import ServeConfig
 from prefixcache.config.network import AccessSection
 from prefixcache.core.sequences import Sequences
 from prefixcache.errors import InvalidArgumentError
+from prefixcache.rpc.peer_protocol import PeerMessage
 from prefixcache.server.access import AccessControl, OpenAccess
 from prefixcache.server.auth_file import AuthRules, read_auth_file
+from prefixcache.server.peer_socket import PeerSocket
 from prefixcache.server.peer_tickets import PeerTickets
 from prefixcache.server.tls import ServerTls, TlsFiles
 
@@ -24,45 +26,25 @@ class Gate:
     """Raises InvalidArgumentError, naming the flag, if a file is not fit to be used.
 
     Without an auth file anyone may call, and there are no tickets and no tenants; without a
-    certificate TCP ports have no TLS. sequences: those of the tenants.
+    certificate TCP ports have no TLS. sequences: those of the tenants. peers: where tickets are
+    given out.
     """
 
-    def __init__(self, section: AccessSection, sequences: Sequences) -> None:
+    def __init__(self, section: AccessSection, sequences: Sequences, peers: PeerSocket) -> None:
         self._sequences = sequences
-        self._tickets: PeerTickets | None = None
         self.access: AccessControl | OpenAccess = OpenAccess()
         files = _tls_files(section)
         self._tls = ServerTls(files) if files is not None else None
         if section.auth is not None:
             rules = self._read_rules(section.auth)
             self._set_quotas(rules)
-            self._tickets = PeerTickets()
-            self.access = AccessControl(rules, self._tickets)
-
-    @property
-    def has_tickets(self) -> bool:
-        return self._tickets is not None
+            tickets = PeerTickets()
+            peers.answer(PeerMessage.TICKET, tickets.give)
+            self.access = AccessControl(rules, tickets)
 
     @property
     def tcp_credentials(self) -> grpc.ServerCredentials | None:
         return self._tls.credentials() if self._tls is not None else None
-
-    def listen_for_peers(self, path: Path) -> None:
-        """Give out tickets at `path`, which this process has claimed."""
-        assert self._tickets is not None
-        try:
-            self._tickets.listen(path)
-        except OSError as error:
-            problem = f"no socket can be made at {path}: {error}"
-            raise InvalidArgumentError("--listen", problem) from None
-
-    def start(self) -> None:
-        if self._tickets is not None:
-            self._tickets.start()
-
-    def close(self) -> None:
-        if self._tickets is not None:
-            self._tickets.close()
 
     def prepare(self, config: ServeConfig) -> Callable[[], None]:
         """Read the files once more; what is returned puts them in force. For `Reload`."""

@@ -33,7 +33,7 @@ from prefixcache.server.logs import configure_logs
 from prefixcache.server.model_layout import layout_of
 from prefixcache.server.open_files import raise_limit
 from prefixcache.server.overview import Observer
-from prefixcache.server.peer_tickets import peer_socket_path
+from prefixcache.server.peer_socket import PeerSocket, peer_socket_path
 from prefixcache.server.record_file import RecordFile
 from prefixcache.server.recorder import Recorder
 from prefixcache.server.reload import Reload
@@ -72,8 +72,9 @@ def run(config: ServeConfig, read_config: Callable[[], ServeConfig]) -> int:
         tracing = _make_tracing(config.tracing.otlp_endpoint, resources)
         daemon = make_daemon(config, recorder, tracing)
         resources.callback(daemon.close)
-        gate = Gate(config.access, daemon.sequences)
-        resources.callback(gate.close)
+        peers = PeerSocket()
+        resources.callback(peers.close)
+        gate = Gate(config.access, daemon.sequences, peers)
         reload.add(gate.prepare, "auth", "tls_cert", "tls_key", "tls_client_ca")
         server = RpcServer(
             daemon,
@@ -82,11 +83,11 @@ def run(config: ServeConfig, read_config: Callable[[], ServeConfig]) -> int:
             observers=Observers(access_log, tracing),
         )
         addresses = config.network.addresses or (default_listen_address(os.environ),)
-        bound = [_listen(server, gate, address, resources) for address in addresses]
+        bound = [_listen(server, gate, peers, address, resources) for address in addresses]
         observer = Observer(daemon, server.call_counts, lambda: server.is_serving)
         metrics = _listen_for_metrics(config.metrics.address, daemon, server, observer, resources)
         publisher = _make_publisher(config.events, daemon, resources)
-        gate.start()
+        peers.start()
         _settle_objects()
         if recorder is not None:
             recorder.start()
@@ -278,14 +279,20 @@ def _settle_objects() -> None:
     gc.freeze()
 
 
-def _listen(server: RpcServer, gate: Gate, address: Address, resources: ExitStack) -> str:
+def _listen(
+    server: RpcServer, gate: Gate, peers: PeerSocket, address: Address, resources: ExitStack
+) -> str:
     if not isinstance(address, UnixAddress):
         return server.listen(address.target, gate.tcp_credentials)
     claim = _claim(address, "listen", resources)
-    if gate.has_tickets:
+    if peers.has_handlers:
         peer_path = peer_socket_path(Path(address.path))
         _claim(UnixAddress(str(peer_path)), "listen", resources)
-        gate.listen_for_peers(peer_path)
+        try:
+            peers.listen(peer_path)
+        except OSError as error:
+            problem = f"no socket can be made at {peer_path}: {error}"
+            raise InvalidArgumentError("--listen", problem) from None
     bound = server.listen(address.target)
     claim.open_to_group()
     return bound

@@ -12,7 +12,7 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,9 +89,10 @@ def run(folder: Path, rng: random.Random, num_calls: int) -> Figures:
         with (
             capture_logs([format_exc_info]) as log,
             caught_handlers() as handlers,
-            closing(PeerTickets()) as tickets,
         ):
-            access = AccessControl(parse_auth_rules(_RULES), tickets) if has_tenants else None
+            access = None
+            if has_tenants:
+                access = AccessControl(parse_auth_rules(_RULES), PeerTickets())
             with running_daemon(cache, model, limits, access=access) as running:
                 tenant = _TENANT if has_tenants else ""
                 fuzzer = Fuzzer(running, handlers, rng, figures, counts, tenant)

@@ -22,10 +22,12 @@ from prefixcache.errors import (
     SessionLostError,
     UnauthenticatedError,
 )
+from prefixcache.rpc.peer_protocol import PeerMessage
 from prefixcache.server.access import AccessControl
 from prefixcache.server.auth_file import parse_auth_rules
 from prefixcache.server.daemon import CacheOptions, Daemon
-from prefixcache.server.peer_tickets import PeerTickets, peer_socket_path
+from prefixcache.server.peer_socket import PeerSocket, peer_socket_path
+from prefixcache.server.peer_tickets import PeerTickets
 from prefixcache.server.rpc_server import RpcServer
 from prefixcache.server.tls import ServerTls, TlsFiles
 from tests.client.twins import open_client
@@ -49,10 +51,12 @@ class Guarded:
         self.start()
 
     def start(self) -> None:
-        self.tickets = PeerTickets()
-        self.tickets.listen(peer_socket_path(self.path))
-        self.tickets.start()
-        self.access = AccessControl(self._rules, self.tickets)
+        self._tickets = PeerTickets()
+        self.peers = PeerSocket()
+        self.peers.answer(PeerMessage.TICKET, self._tickets.give)
+        self.peers.listen(peer_socket_path(self.path))
+        self.peers.start()
+        self.access = AccessControl(self._rules, self._tickets)
         self.daemon = Daemon(CacheOptions(64, 4))
         self._server = RpcServer(self.daemon, max_workers=8, access=self.access)
         self._server.listen(self.target)
@@ -62,12 +66,12 @@ class Guarded:
 
     def close(self) -> None:
         self._server.stop(5.0)
-        self.tickets.close()
+        self.peers.close()
         peer_socket_path(self.path).unlink()
 
     @property
     def num_tickets(self) -> int:
-        return len(self.tickets._by_digest)
+        return len(self._tickets)
 
 
 Guard = Callable[..., Guarded]
@@ -213,7 +217,7 @@ def test_a_peer_socket_that_answers_nonsense_gives_no_ticket(
     guard: Guard, kind: str, answer: bytes
 ) -> None:
     guarded = guard(THIS_USER)
-    guarded.tickets.close()
+    guarded.peers.close()
     path = peer_socket_path(guarded.path)
     path.unlink()
     with socket.socket(socket.AF_UNIX) as listener:

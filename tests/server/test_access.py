@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any
@@ -65,10 +65,8 @@ class Guarded:
 @pytest.fixture
 def guarded() -> Iterator[Guarded]:
     clock_s = [1000.0]
-    tickets = PeerTickets()
-    access = AccessControl(rules_with(*ROLES), tickets, clock=lambda: clock_s[0])
+    access = AccessControl(rules_with(*ROLES), PeerTickets(), clock=lambda: clock_s[0])
     with (
-        closing(tickets),
         running_daemon(CacheOptions(16, 4, event_buffer_bytes=2**20), access=access) as running,
         ExitStack() as opened,
     ):

@@ -16,6 +16,7 @@ from prefixcache.errors import InvalidArgumentError, NoRoomError, QuotaExceededE
 from prefixcache.options import make_config
 from prefixcache.server.daemon import CacheOptions, Daemon, ModelOptions
 from prefixcache.server.gate import Gate
+from prefixcache.server.peer_socket import PeerSocket
 from prefixcache.server.rpc_server import RpcServer
 from prefixcache.storage.layout import KVLayout
 from tests.support.bearer import bearing, hash_of
@@ -43,7 +44,8 @@ class Served:
         self.path = folder / "auth.toml"
         self._write(QUOTAS)
         self.daemon = Daemon(CacheOptions(NUM_BLOCKS, SIZE), model)
-        self.gate = Gate(AccessSection(auth=self.path), self.daemon.sequences)
+        self.peers = PeerSocket()
+        self.gate = Gate(AccessSection(auth=self.path), self.daemon.sequences, self.peers)
         self.server = RpcServer(self.daemon, max_workers=4, access=self.gate.access)
         self.target = self.server.listen(f"unix:{folder / 'prefixcache.sock'}")
         self.server.start()
@@ -66,7 +68,7 @@ class Served:
 
     def close(self) -> None:
         self.server.stop(drain_timeout_s=5.0)
-        self.gate.close()
+        self.peers.close()
         self.daemon.close()
 
 

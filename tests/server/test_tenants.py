@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator
-from contextlib import closing
 from typing import Any
 
 import cbor2
@@ -52,11 +51,10 @@ RULES = {
 
 @pytest.fixture(params=["none", "cpu"])
 def running(request: pytest.FixtureRequest) -> Iterator[RunningDaemon]:
-    tickets = PeerTickets()
-    access = AccessControl(parse_auth_rules(RULES), tickets)
+    access = AccessControl(parse_auth_rules(RULES), PeerTickets())
     model = ModelOptions(LAYOUT) if request.param == "cpu" else None
     options = CacheOptions(64, SIZE, hash_seed=SEED)
-    with closing(tickets), running_daemon(options, model, access=access) as running:
+    with running_daemon(options, model, access=access) as running:
         yield running
 
 

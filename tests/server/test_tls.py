@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -45,8 +45,8 @@ def serve() -> Iterator[Serve]:
     with ExitStack() as resources:
 
         def start(tls: ServerTls, *identities: dict[str, object]) -> str:
-            tickets = resources.enter_context(closing(PeerTickets()))
-            access = AccessControl(parse_auth_rules({"identities": list(identities)}), tickets)
+            rules = parse_auth_rules({"identities": list(identities)})
+            access = AccessControl(rules, PeerTickets())
             daemon = Daemon(CacheOptions(16, 4))
             server = RpcServer(daemon, max_workers=2, access=access)
             address = server.listen("127.0.0.1:0", tls.credentials())
