@@ -32,6 +32,7 @@ LAYERS = {
     "rpc": 3,
     "server": 4,
     "client": 4,
+    "integrations": 5,
     "replay": 5,
     "bench": 5,
     "cli": 5,
@@ -85,6 +86,18 @@ def imports_of(path: Path) -> Iterator[str]:
 def parts_imported_by(path: Path) -> set[str]:
     names = (name.split(".") for name in imports_of(path))
     return {name[1] for name in names if name[0] == "prefixcache" and name[1] in LAYERS}
+
+
+@pytest.mark.parametrize("package", ["transformers"])
+def test_a_package_that_is_integrated_with_is_imported_by_its_integration_only(
+    package: str,
+) -> None:
+    importers = {
+        path.relative_to(PACKAGE).parts[:2]
+        for path in MODULES
+        if package in {name.partition(".")[0] for name in imports_of(path)}
+    }
+    assert importers == {("integrations", package)}
 
 
 def test_every_part_has_its_layer() -> None:

@@ -127,6 +127,11 @@ class SequenceView:
         return min(self._state.computed)
 
     @property
+    def num_started_tokens(self) -> int:
+        """Tokens with K/V in some layer; not all layers have run over those beyond the computed."""
+        return max(self._state.computed)
+
+    @property
     def block_ids(self) -> BlockIds:
         """The block table, lookahead included: a copy, `[blocks] int32`."""
         return np.array(self._state.block_table, dtype=np.int32)

@@ -1,17 +1,29 @@
-"""The K/V layout that a model's Hugging Face `config.json` asks for.
+"""The K/V layout that a model's Hugging Face configuration asks for.
 
-Reads that file, and keeps no state.
+From its `config.json`, or from the same keys in memory. Keeps no state.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from prefixcache.errors import InvalidArgumentError
 from prefixcache.storage.layout import KVLayout, LatentLayout, Layout
+
+LAYOUT_KEYS = (
+    "num_hidden_layers",
+    "num_key_value_heads",
+    "num_attention_heads",
+    "head_dim",
+    "hidden_size",
+    "kv_lora_rank",
+    "qk_rope_head_dim",
+)
+"""What is read of a configuration, besides the dtype."""
 
 
 def layout_from_model_config(path: Path, block_size: int, dtype: str | None = None) -> Layout:
@@ -25,7 +37,17 @@ def layout_from_model_config(path: Path, block_size: int, dtype: str | None = No
 
     Raises InvalidArgumentError, naming the key, if one is missing or unfit.
     """
-    config = _ModelConfig.read(path)
+    return _layout(_ModelConfig.read(path), block_size, dtype)
+
+
+def layout_from_keys(
+    keys: Mapping[str, Any], block_size: int, dtype: str, *, source: str
+) -> Layout:
+    """`layout_from_model_config` of `LAYOUT_KEYS` in memory. source: named in errors."""
+    return _layout(_ModelConfig(source, (keys,)), block_size, dtype)
+
+
+def _layout(config: _ModelConfig, block_size: int, dtype: str | None) -> Layout:
     num_layers = config.count("num_hidden_layers")
     dtype = config.dtype() if dtype is None else dtype
     if config.find("kv_lora_rank") is not None:
@@ -47,7 +69,7 @@ def _head_dim_of(config: _ModelConfig) -> int:
     if hidden_size % num_query_heads:
         raise InvalidArgumentError(
             "head_dim",
-            f"{config.path}: missing, and hidden_size {hidden_size} is no multiple of "
+            f"{config.source}: missing, and hidden_size {hidden_size} is no multiple of "
             f"num_attention_heads {num_query_heads}",
         )
     return hidden_size // num_query_heads
@@ -57,8 +79,9 @@ def _head_dim_of(config: _ModelConfig) -> int:
 class _ModelConfig:
     """The text model's part of a config file, with its whole for keys that only that has."""
 
-    path: Path
-    sections: tuple[dict[str, Any], ...]
+    source: str
+    """Where it comes from, for errors."""
+    sections: tuple[Mapping[str, Any], ...]
 
     @classmethod
     def read(cls, path: Path) -> _ModelConfig:
@@ -69,7 +92,7 @@ class _ModelConfig:
         if not isinstance(whole, dict):
             raise InvalidArgumentError("model_config", f"{path}: not a JSON object")
         text = whole.get("text_config")
-        return cls(path, (text, whole) if isinstance(text, dict) else (whole,))
+        return cls(str(path), (text, whole) if isinstance(text, dict) else (whole,))
 
     def find(self, key: str) -> Any:
         """The value of `key`, or None if it is absent or null."""
@@ -81,13 +104,13 @@ class _ModelConfig:
     def count(self, key: str) -> int:
         value = self.find(key)
         if value is None:
-            raise InvalidArgumentError(key, f"{self.path}: missing")
+            raise InvalidArgumentError(key, f"{self.source}: missing")
         if type(value) is not int or value < 1:
-            raise InvalidArgumentError(key, f"{self.path}: must be an integer >= 1, is {value!r}")
+            raise InvalidArgumentError(key, f"{self.source}: must be an integer >= 1, is {value!r}")
         return value
 
     def dtype(self) -> str:
         value = self.find("dtype") or self.find("torch_dtype")
         if value is None:
-            raise InvalidArgumentError("dtype", f"{self.path}: missing, and none was given")
+            raise InvalidArgumentError("dtype", f"{self.source}: missing, and none was given")
         return str(value).removeprefix("torch.")

@@ -27,3 +27,17 @@ def assert_close(actual: torch.Tensor, exact: torch.Tensor) -> None:
     torch.testing.assert_close(
         actual.double(), exact.double(), rtol=RELATIVE[dtype], atol=ABSOLUTE[dtype]
     )
+
+
+LOGITS_FACTOR = 2
+"""Logits of a whole model may be so much farther from float64 than plain transformers' are: layers
+add their roundings up, in every dtype, and another order of the sums is no worse."""
+
+
+def assert_logits_close(actual: torch.Tensor, plain: torch.Tensor, exact: torch.Tensor) -> None:
+    """Whether `actual` is about as near to the float64 `exact` as `plain` is, of the same dtype."""
+    assert actual.dtype == plain.dtype
+    assert actual.shape == plain.shape == exact.shape
+    error = (actual.double() - exact).abs().max().item()
+    plain_error = (plain.double() - exact).abs().max().item()
+    assert error <= LOGITS_FACTOR * plain_error, f"off by {error}, plain transformers {plain_error}"

@@ -1,0 +1,170 @@
+"""Models and daemons that do not fit are refused before anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    DeepseekV3Config,
+    Gemma3TextConfig,
+    Lfm2Config,
+    Llama4TextConfig,
+    LlamaConfig,
+    PreTrainedModel,
+    T5Config,
+)
+
+from prefixcache import Client
+from prefixcache.errors import InvalidArgumentError, NoStorageError
+from prefixcache.integrations.transformers import (
+    CachedModel,
+    kv_layout,
+    serve_flags,
+    weights_revision,
+)
+from prefixcache.server.daemon import CacheOptions
+from prefixcache.storage.layout import KVLayout
+from tests.integrations.transformers.models import (
+    CONFIGS,
+    client_for,
+    daemon_for,
+    tiny_model,
+)
+from tests.support.daemon import running_daemon
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 32,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+LONG = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+LATENT = {"kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
+EXPERTS = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2}
+
+
+def causal(config: Any) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+UNFIT = {
+    "chunked_attention": lambda: causal(Llama4TextConfig(**SHAPE, num_local_experts=2)),
+    "conv": lambda: causal(Lfm2Config(**SHAPE, layer_types=["conv", "full_attention"])),
+    "latent attention": lambda: causal(DeepseekV3Config(**SHAPE, **LATENT, **EXPERTS)),
+    "'dynamic'": lambda: causal(
+        LlamaConfig(
+            **SHAPE,
+            rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0},
+        )
+    ),
+    "'longrope'": lambda: causal(
+        LlamaConfig(
+            **SHAPE,
+            rope_parameters={
+                **LONG,
+                "rope_theta": 10000.0,
+                "original_max_position_embeddings": 64,
+            },
+        )
+    ),
+    "not causal": lambda: causal(Gemma3TextConfig(**SHAPE, use_bidirectional_attention=True)),
+    "no causal language model": lambda: AutoModel.from_config(LlamaConfig(**SHAPE)).eval(),
+    "encoder and decoder": lambda: AutoModelForSeq2SeqLM.from_config(
+        T5Config(vocab_size=32, d_model=32, d_kv=16, d_ff=32, num_layers=2, num_heads=2)
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[Client]:
+    with client_for(tiny_model("llama")) as opened:
+        yield opened
+
+
+@pytest.mark.parametrize("kind", UNFIT)
+def test_a_model_that_cannot_be_computed_exactly_is_refused_by_its_kind(
+    kind: str, client: Client
+) -> None:
+    model = UNFIT[kind]()
+    before = model.config._attn_implementation
+    with pytest.raises(InvalidArgumentError, match=kind):
+        CachedModel(model, client)
+    assert model.config._attn_implementation == before
+
+
+def test_something_else_than_a_model(client: Client) -> None:
+    with pytest.raises(InvalidArgumentError, match="no model of transformers"):
+        CachedModel(torch.nn.Linear(1, 1), client)
+
+
+# ---- the daemon
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_the_layout_of_a_family(family: str) -> None:
+    assert kv_layout(tiny_model(family, torch.bfloat16), 4) == KVLayout(3, 2, 16, 4, "bfloat16")
+
+
+def test_a_daemon_of_another_layout_is_refused_with_the_flags_that_fit(client: Client) -> None:
+    model = tiny_model("llama", torch.bfloat16)
+    with pytest.raises(InvalidArgumentError, match="float32") as refused:
+        CachedModel(model, client)
+    assert " ".join(serve_flags(model)) in str(refused.value)
+
+
+def test_the_flags_name_layout_and_weights() -> None:
+    model = tiny_model("llama")
+    flags = serve_flags(model)
+    assert dict(zip(flags[::2], flags[1::2], strict=True)) == {
+        "--num-layers": "3",
+        "--num-kv-heads": "2",
+        "--head-dim": "16",
+        "--dtype": "float32",
+        "--model-name": "llama",
+        "--model-revision": weights_revision(model),
+    }
+
+
+def test_a_daemon_without_kv_memory() -> None:
+    cache = CacheOptions(num_blocks=4)
+    with running_daemon(cache) as running, Client(running.target) as client:
+        model = tiny_model("llama")
+        with pytest.raises(NoStorageError):
+            CachedModel(model, client)
+
+
+def test_other_weights_than_those_that_the_daemon_names() -> None:
+    model = tiny_model("llama")
+    with (
+        daemon_for(model, revision=weights_revision(model)) as running,
+        Client(running.target) as client,
+    ):
+        CachedModel(tiny_model("llama"), client)
+        with pytest.raises(InvalidArgumentError, match="weights"):
+            CachedModel(tiny_model("llama", seed=1), client)
+
+
+def test_a_revision_of_the_operators_own_choice_says_nothing_of_weights() -> None:
+    model = tiny_model("llama")
+    with daemon_for(model, revision="v2") as running, Client(running.target) as client:
+        CachedModel(model, client)
+
+
+def test_one_changed_parameter_changes_the_revision() -> None:
+    model = tiny_model("llama")
+    before = weights_revision(model)
+    assert weights_revision(tiny_model("llama")) == before
+    with torch.no_grad():
+        model.model.layers[2].mlp.up_proj.weight += 1e-3
+    assert weights_revision(model) != before
