@@ -197,12 +197,14 @@ class LookupResult:
 class AllocateResult:
     """A new sequence. `block_ids` is its whole block table, `[ceil((n + lookahead) / B)]`.
 
+    num_cached_blocks: leading ones of the table that are hits; nothing is to be written there.
     num_pending_tokens: how many of the tokens after the cached ones other live sequences are
     computing too.
     """
 
     sequence_id: SequenceId
     num_cached_tokens: int
+    num_cached_blocks: int
     block_ids: BlockIds
     num_pending_tokens: int
 

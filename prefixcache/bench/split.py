@@ -259,6 +259,7 @@ def _state(reply: AllocateResult) -> SequenceState:
         reply.sequence_id,
         num_tokens=_SHORT_PROMPT,
         num_cached_tokens=reply.num_cached_tokens,
+        num_cached_blocks=reply.num_cached_blocks,
         block_table=array("i", reply.block_ids.tobytes()),
         block_size=_SHORT_PROMPT // len(reply.block_ids),
         num_layers=1,

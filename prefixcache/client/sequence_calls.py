@@ -76,7 +76,9 @@ def allocate(
             SequenceId(reply.sequence_id),
             num_tokens=len(column),
             num_cached_tokens=reply.num_cached_tokens,
+            num_cached_blocks=reply.num_cached_blocks,
             num_pending_tokens=reply.num_pending_tokens,
+            num_lookahead_tokens=request.num_lookahead_tokens,
             block_table=array("i", read_column32(reply.block_ids).astype(np.int32).tobytes()),
             block_size=info.block_size,
             num_layers=info.layout.num_layers if info.layout else 1,
@@ -109,6 +111,7 @@ def append(
     check_length(tokens, "token_ids", states)
     token_ids, lengths = uint32_rows(tokens, "token_ids")
     valid = _optional_column(num_kv_valid, "num_kv_valid", states)
+    lookahead = _optional_column(num_lookahead_tokens, "num_lookahead_tokens", states)
     request = twin("AppendRequest")(
         owner=owner,
         sequence_ids=sequence_ids(states),
@@ -116,9 +119,7 @@ def append(
         num_tokens=column32(lengths),
         token_ids=column32(token_ids),
         num_kv_valid=column32(valid),
-        num_lookahead_tokens=column32(
-            _optional_column(num_lookahead_tokens, "num_lookahead_tokens", states)
-        ),
+        num_lookahead_tokens=column32(lookahead),
     )
     if extra_keys is not None:
         check_length(extra_keys, "extra_keys", states)
@@ -128,11 +129,16 @@ def append(
 
     def read(reply: Any) -> list[AppendResult]:
         results = _append_results(reply)
-        for state, result, length, num_valid in zip(
-            states, results, lengths, valid or repeat(0, len(states)), strict=True
+        for state, result, length, num_valid, num_ahead in zip(
+            states,
+            results,
+            lengths,
+            valid or repeat(0, len(states)),
+            lookahead or repeat(0, len(states)),
+            strict=True,
         ):
             if result.code is ResultCode.OK:
-                state.appended(length, num_valid, result)
+                state.appended(length, num_valid, num_ahead, result)
         return results
 
     return Call("Append", request, read)
@@ -166,7 +172,7 @@ def commit(
     _check_distinct(states)
     counts = uint32_column(num_computed_tokens, "num_computed_tokens").tolist()
     check_length(counts, "num_computed_tokens", states)
-    starts = [state.position(0) for state in states]
+    starts = [state.num_committed for state in states]
     request = twin("CommitRequest")(
         owner=owner,
         sequence_ids=sequence_ids(states),
@@ -180,7 +186,7 @@ def commit(
         results = list(map(CommitResult, codes, num_cached))
         for state, result, start, count in zip(states, results, starts, counts, strict=True):
             if result.code is ResultCode.OK:
-                state.advanced(0, start + count)
+                state.committed(start + count)
         return results
 
     return Call("Commit", request, read)
@@ -188,7 +194,7 @@ def commit(
 
 def commit_one(owner: bytes, state: SequenceState, num_computed_tokens: int) -> Call[CommitResult]:
     """A refusal is raised."""
-    position = state.position(0)
+    position = state.num_committed
     batch = commit(owner, [state], [num_computed_tokens])
 
     def read(reply: Any) -> CommitResult:

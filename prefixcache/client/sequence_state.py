@@ -19,14 +19,20 @@ class SequenceState:
     """Mirror of one sequence. It changes only when a reply says that the daemon's has changed.
 
     computed: tokens whose K/V are in place, one count a layer; one in all without K/V storage.
+    known: those of them that the daemon knows of. They are fewer where an attached view has
+    computed tokens that are not committed yet.
+    first_writable: K/V of positions below it are never written (they are somebody's hit).
     """
 
     __slots__ = (
         "block_size",
         "block_table",
         "computed",
+        "first_writable",
         "is_freed",
+        "known",
         "num_cached_tokens",
+        "num_lookahead_tokens",
         "num_pending_tokens",
         "num_tokens",
         "sequence_id",
@@ -38,7 +44,9 @@ class SequenceState:
         *,
         num_tokens: int,
         num_cached_tokens: int,
+        num_cached_blocks: int,
         num_pending_tokens: int = 0,
+        num_lookahead_tokens: int = 0,
         block_table: array[int],
         block_size: int,
         num_layers: int,
@@ -47,16 +55,26 @@ class SequenceState:
         self.num_tokens = num_tokens
         self.num_cached_tokens = num_cached_tokens
         self.num_pending_tokens = num_pending_tokens
+        self.num_lookahead_tokens = num_lookahead_tokens
         self.block_table = block_table
         self.block_size = block_size
         self.computed = [num_cached_tokens] * num_layers
+        self.known = self.computed[:]
+        self.first_writable = num_cached_blocks * block_size
         self.is_freed = False
 
     def position(self, layer: int) -> int:
         """Where the layer's next call starts. A layer that does not exist starts at 0."""
         return self.computed[layer] if layer < len(self.computed) else 0
 
-    def appended(self, num_tokens: int, num_kv_valid: int, result: AppendResult) -> None:
+    @property
+    def num_committed(self) -> int:
+        """Tokens that the daemon knows to have K/V in all layers: where Commit goes on."""
+        return min(self.known)
+
+    def appended(
+        self, num_tokens: int, num_kv_valid: int, num_lookahead_tokens: int, result: AppendResult
+    ) -> None:
         for copy in result.copies:
             # Only the partly filled last block is ever copied.
             self.block_table[self.num_tokens // self.block_size] = copy.destination
@@ -64,35 +82,56 @@ class SequenceState:
             self.block_table.extend(result.new_block_ids)
         valid = self.num_tokens + num_kv_valid
         if max(self.computed) > valid:
-            self.computed = [min(count, valid) for count in self.computed]
+            self._cut_computed(valid)
         self.num_tokens += num_tokens
+        self.num_lookahead_tokens = num_lookahead_tokens
 
     def advanced(self, layer: int, position: int) -> None:
-        """The layer has computed up to `position`."""
+        """The daemon has computed the layer up to `position`."""
+        self.computed[layer] = self.known[layer] = position
+
+    def written(self, layer: int, position: int) -> None:
+        """An attached view has computed the layer up to `position`, unknown to the daemon."""
         self.computed[layer] = position
+
+    def committed(self, position: int) -> None:
+        """The daemon knows that all layers have computed up to `position`."""
+        self.computed = [max(count, position) for count in self.computed]
+        self.known = [max(count, position) for count in self.known]
 
     def truncated(self, num_tokens: int) -> None:
         self.num_tokens = num_tokens
-        self.computed = [min(count, num_tokens) for count in self.computed]
+        self.first_writable = min(self.first_writable, num_tokens)
+        self._cut_computed(num_tokens)
         self._drop_lookahead()
 
     def forked(self, child_ids: list[SequenceId]) -> list[SequenceState]:
         """The states of the children, who have everything computed, as has the parent."""
-        self.computed = [self.num_tokens] * len(self.computed)
+        self.committed(self.num_tokens)
+        self._cut_computed(self.num_tokens)
+        self.first_writable = self.num_tokens
         self._drop_lookahead()
-        return [
-            SequenceState(
-                child_id,
-                num_tokens=self.num_tokens,
-                num_cached_tokens=self.num_tokens,
-                block_table=self.block_table[:],
-                block_size=self.block_size,
-                num_layers=len(self.computed),
-            )
-            for child_id in child_ids
-        ]
+        return [self._child(child_id) for child_id in child_ids]
+
+    def _child(self, child_id: SequenceId) -> SequenceState:
+        child = SequenceState(
+            child_id,
+            num_tokens=self.num_tokens,
+            num_cached_tokens=self.num_tokens,
+            num_cached_blocks=0,
+            block_table=self.block_table[:],
+            block_size=self.block_size,
+            num_layers=len(self.computed),
+        )
+        child.first_writable = self.first_writable
+        return child
+
+    def _cut_computed(self, num_tokens: int) -> None:
+        self.computed = [min(count, num_tokens) for count in self.computed]
+        self.known = [min(count, num_tokens) for count in self.known]
 
     def _drop_lookahead(self) -> None:
+        self.num_lookahead_tokens = 0
         del self.block_table[-(-self.num_tokens // self.block_size) :]
 
 

@@ -117,7 +117,7 @@ class Step(Generic[SequenceT]):
         """`Client.commit`."""
         states = self._states("commit", sequences)
         call = sequence_calls.commit(self._lease.owner, states, num_computed_tokens)
-        self._starts_at(lambda: [state.computed[0] for state in states])
+        self._starts_at(lambda: [state.num_committed for state in states])
         return self._add("commit", states, call)
 
     def append(

@@ -219,7 +219,11 @@ class Sequences:
         self.pending.begin(sequence, hashes)
         self._count_allocation(sequence, len(plan.hits), resumed)
         reply = AllocateResult(
-            sequence.sequence_id, plan.num_cached_tokens, block_ids, plan.num_pending_tokens
+            sequence.sequence_id,
+            plan.num_cached_tokens,
+            len(plan.hits),
+            block_ids,
+            plan.num_pending_tokens,
         )
         self._applied(sequence, call, reply)
         if self._on_allocated is not None:
@@ -336,7 +340,7 @@ class Sequences:
             self.live.bury_if_idle(sequence)
 
     def commit(self, owner: bytes, rows: Iterable[CommitRow]) -> list[CommitResult]:
-        """Without storage: the client has written K/V of all layers up to a position."""
+        """The client itself has written K/V of all layers up to a position."""
         self.live.touch(owner)
         if _native_commit_rows is not None:
             results: list[CommitResult] = _native_commit_rows(
@@ -361,7 +365,7 @@ class Sequences:
         except PrefixCacheError as error:
             return CommitResult(_RESULT_CODES[type(error)])
         growth.release_copy_holds(self.pool, sequence)
-        self._advance(sequence, 0, end)
+        self._advance_all(sequence, end)
         reply = CommitResult(ResultCode.OK, sequence.num_cached_blocks)
         self._applied(sequence, call, reply)
         return reply
@@ -616,12 +620,21 @@ class Sequences:
         sequence.last_attention_start.clear()
 
     def _advance(self, sequence: Sequence, layer: int, position: int) -> None:
-        computed, prompt_end = sequence.computed, sequence.num_prompt_tokens
+        computed = sequence.computed
         before, computed[layer] = computed[layer], position
         num_computed = min(computed)
+        # The least of all layers was that of this one, or is what it is now.
+        self._complete(sequence, min(before, num_computed), num_computed)
+
+    def _advance_all(self, sequence: Sequence, position: int) -> None:
+        before = sequence.num_computed
+        sequence.computed = [max(count, position) for count in sequence.computed]
+        self._complete(sequence, before, sequence.num_computed)
+
+    def _complete(self, sequence: Sequence, before: int, num_computed: int) -> None:
+        """before: tokens with K/V in all layers until now."""
+        prompt_end = sequence.num_prompt_tokens
         if before < prompt_end:
-            # The least of all layers was that of this one, or is what it is now.
-            before = min(before, num_computed)
             self.counters.prefill_tokens_computed += min(num_computed, prompt_end) - before
         self._commit(sequence, num_computed)
 

@@ -98,6 +98,7 @@ class CacheService:
         return twin("AllocateResponse")(
             sequence_id=allocated.sequence_id,
             num_cached_tokens=allocated.num_cached_tokens,
+            num_cached_blocks=allocated.num_cached_blocks,
             block_ids=column32(allocated.block_ids),
             num_pending_tokens=allocated.num_pending_tokens,
         )

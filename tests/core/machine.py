@@ -589,6 +589,33 @@ class BlockManagerMachine(SessionRules, RuleBasedStateMachine):
     def end_attention(self, number: int, failed: bool) -> None:
         self.end(number % len(self.attention), written=not failed)
 
+    # ---- K/V that the client writes itself
+
+    def commit_range(self, owner: bytes, sequence: ModelSequence, start: int, count: int) -> None:
+        row = CommitRow(self.ids[sequence.name], start, count)
+        result = self.both_rows(
+            lambda: self.sequences.commit(self.real(owner), [row]),
+            lambda: self.model.commit(owner, sequence.name, start, count),
+        )
+        if result is not None:
+            assert result[0].num_cached_blocks == result[1]
+
+    @rule(
+        number=PICK,
+        limit=st.sampled_from((0, 1, 2, 5, 40, 40)),
+        slip=SLIP,
+        beyond=RARELY,
+        stranger=RARELY,
+    )
+    def commit(self, number: int, limit: int, slip: int, beyond: bool, stranger: bool) -> None:
+        picked = self.pick(number, stranger)
+        if picked is None:
+            return
+        owner, sequence = picked
+        start = min(sequence.computed) + slip
+        count = max(0, min(limit, len(sequence.tokens) - start)) + beyond
+        self.repeatable(lambda: self.commit_range(owner, sequence, start, count))
+
     # ---- agreement
 
     @invariant()
@@ -680,28 +707,3 @@ class NoStorageMachine(BlockManagerMachine):
 
     def start_copies(self, owner: bytes, sequence: ModelSequence) -> None:
         """The model copies at the last moment at which the source is held."""
-
-    def commit_range(self, owner: bytes, sequence: ModelSequence, start: int, count: int) -> None:
-        row = CommitRow(self.ids[sequence.name], start, count)
-        result = self.both_rows(
-            lambda: self.sequences.commit(self.real(owner), [row]),
-            lambda: self.model.commit(owner, sequence.name, start, count),
-        )
-        if result is not None:
-            assert result[0].num_cached_blocks == result[1]
-
-    @rule(
-        number=PICK,
-        limit=st.sampled_from((0, 1, 2, 5, 40, 40)),
-        slip=SLIP,
-        beyond=RARELY,
-        stranger=RARELY,
-    )
-    def commit(self, number: int, limit: int, slip: int, beyond: bool, stranger: bool) -> None:
-        picked = self.pick(number, stranger)
-        if picked is None:
-            return
-        owner, sequence = picked
-        start = sequence.computed[0] + slip
-        count = max(0, min(limit, len(sequence.tokens) - start)) + beyond
-        self.repeatable(lambda: self.commit_range(owner, sequence, start, count))

@@ -203,7 +203,6 @@ def walk(machine_class: type[BlockManagerMachine], seed: int, num_steps: int) ->
         able = {
             "end_attention": machine.attention,
             "repeat": machine.last_step,
-            "commit": machine.num_layers == 1,
             "set_quota": isinstance(machine, AccountRules),
         }
         if not able.get(name, True):

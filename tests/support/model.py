@@ -326,8 +326,10 @@ class Model(ModelAccounts):
         if start + count > len(sequence.tokens):
             raise Refused("BeyondTokensError")
         self._end_holds(sequence)
-        self.write_kv(sequence, 0, start, start + count)
-        self._advance(sequence, 0, start + count)
+        for layer, computed in enumerate(list(sequence.computed)):
+            if computed <= start + count:
+                self.write_kv(sequence, layer, computed, start + count)
+                self._advance(sequence, layer, start + count)
         self._applied(sequence, call, sequence.cached_blocks)
         return sequence.cached_blocks
 

@@ -36,20 +36,25 @@ cdef object _commit_plain(int64_t size, counters, sequence, bytes owner, row):
     if sequence.owner != owner or sequence.running_layers or sequence.is_copying:
         return None
     cdef list computed = sequence.computed
-    if sequence.copy_holds or len(computed) != 1:
+    if sequence.copy_holds:
         return None
     # An empty Commit may be a repeat; of any other, the start is where no repeat's is.
     cdef int64_t start = row.start_position, count = row.num_computed_tokens, end = start + count
     cdef int64_t num_cached_blocks = sequence.num_cached_blocks, prompt_end
-    if start != computed[0] or count < 1 or end > len(sequence.token_ids):
+    cdef Py_ssize_t layer, num_layers = len(computed)
+    if count < 1 or end > len(sequence.token_ids):
         return None
+    for layer in range(num_layers):
+        if start != computed[layer]:
+            return None
     if sequence.registers and end // size > num_cached_blocks:
         return None
 
     prompt_end = sequence.num_prompt_tokens
     if start < prompt_end:
         counters.prefill_tokens_computed += min(end, prompt_end) - start
-    computed[0] = end
+    for layer in range(num_layers):
+        computed[layer] = end
     reply = _CommitResult(_OK, num_cached_blocks)
     sequence.commit_before = None
     sequence.last_call = ("commit", start, count)

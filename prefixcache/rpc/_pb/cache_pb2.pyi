@@ -275,16 +275,18 @@ class AllocateRequest(_message.Message):
     def __init__(self, owner: _Optional[bytes] = ..., request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., extra_keys: _Optional[_Union[ExtraKeys, _Mapping]] = ..., num_lookahead_tokens: _Optional[int] = ..., cache_use: _Optional[_Union[CacheUse, str]] = ..., full_hit: _Optional[_Union[FullHit, str]] = ..., layout_fingerprint: _Optional[bytes] = ..., resumed: _Optional[bool] = ..., order: _Optional[_Union[CallOrder, _Mapping]] = ..., wait_pending_ms: _Optional[int] = ...) -> None: ...
 
 class AllocateResponse(_message.Message):
-    __slots__ = ("sequence_id", "num_cached_tokens", "block_ids", "num_pending_tokens")
+    __slots__ = ("sequence_id", "num_cached_tokens", "block_ids", "num_pending_tokens", "num_cached_blocks")
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
     NUM_PENDING_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_CACHED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     sequence_id: int
     num_cached_tokens: int
     block_ids: _containers.RepeatedScalarFieldContainer[int]
     num_pending_tokens: int
-    def __init__(self, sequence_id: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ..., num_pending_tokens: _Optional[int] = ...) -> None: ...
+    num_cached_blocks: int
+    def __init__(self, sequence_id: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ..., num_pending_tokens: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ...) -> None: ...
 
 class AppendExtraKeys(_message.Message):
     __slots__ = ("row", "extra_keys")
