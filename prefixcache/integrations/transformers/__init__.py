@@ -1,16 +1,31 @@
 """Models of Hugging Face transformers on a daemon's blocks.
 
-Needs `pip install 'prefixcache[transformers]'`.
+Needs `pip install 'prefixcache[transformers]'`, and a daemon with the model's layout, which
+`prefixcache serve --model-config` or the flags of `serve_flags(model)` give.
 
-from prefixcache import Client
-from prefixcache.integrations.transformers import CachedModel, Row
+    from prefixcache import Client
+    from prefixcache.integrations.transformers import CachedModel
 
-with Client("unix:prefixcache.sock") as client, client.sequence(prompt) as sequence:
-    model = CachedModel(AutoModelForCausalLM.from_pretrained(name), client)
-    logits = model.forward([Row(sequence, prompt[sequence.num_cached_tokens :])])
+    with Client("unix:prefixcache.sock") as client:
+        model = CachedModel(AutoModelForCausalLM.from_pretrained(name), client)
+        (answer,) = model.generate([tokenizer.encode(text)], max_new_tokens=64)
+
+`generate` and `stream` take many prompts and choose greedily or by `Sampling`. `forward` is one
+pass, for engines that have a scheduler of their own.
 """
 
-from prefixcache.integrations.transformers.cached_model import CachedModel, Row
+from prefixcache.integrations.transformers.cached_model import CachedModel, Completion
 from prefixcache.integrations.transformers.fit import kv_layout, serve_flags, weights_revision
+from prefixcache.integrations.transformers.rows import Row
+from prefixcache.integrations.transformers.sampling import GREEDY, Sampling
 
-__all__ = ["CachedModel", "Row", "kv_layout", "serve_flags", "weights_revision"]
+__all__ = [
+    "GREEDY",
+    "CachedModel",
+    "Completion",
+    "Row",
+    "Sampling",
+    "kv_layout",
+    "serve_flags",
+    "weights_revision",
+]

@@ -1,4 +1,4 @@
-"""A transformers model whose K/V are blocks of a daemon: one pass over new tokens of sequences.
+"""A transformers model whose K/V are blocks of a daemon: passes over new tokens, and generating.
 
 Owns the way from rows of tokens to the model and back. It keeps no K/V and no tokens: sequences
 do. One thread at a time.
@@ -7,13 +7,14 @@ do. One thread at a time.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
 import torch
 from transformers import PreTrainedModel
 
-from prefixcache.client import Client, Sequence
+from prefixcache.client import Client
 from prefixcache.errors import FailedPreconditionError, InvalidArgumentError
 from prefixcache.integrations.transformers.attention import (
     ATTENTION_NAME,
@@ -21,17 +22,26 @@ from prefixcache.integrations.transformers.attention import (
     register,
 )
 from prefixcache.integrations.transformers.fit import check_daemon, check_model
+from prefixcache.integrations.transformers.generation import (
+    FinishReason,
+    Generation,
+    GenerationLimits,
+    Output,
+)
+from prefixcache.integrations.transformers.rows import Row, start_of
+from prefixcache.integrations.transformers.sampling import GREEDY, Sampling
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """The tokens of a sequence that a pass computes: they go on from its computed ones.
+class Completion:
+    """One result of `CachedModel.generate`."""
 
-    The sequence has them already, from its prompt or by Append.
-    """
-
-    sequence: Sequence
-    token_ids: Items[int]
+    token_ids: tuple[int, ...]
+    """What was generated, the stop token included."""
+    finish_reason: FinishReason
+    """"stop" after a stop token, else "length"."""
+    num_cached_tokens: int
+    """Tokens of the prompt that were cached when it came."""
 
 
 class CachedModel:
@@ -40,23 +50,34 @@ class CachedModel:
     model: in eval mode. Its attention implementation becomes "prefixcache", and while it is, the
         model runs through this class only; `model.set_attn_implementation("sdpa")` gives it back.
     client: of a daemon with the model's layout (`serve_flags` says which flags give that).
+    max_pass_tokens: of one pass of `generate`; longer prompts are computed in chunks.
+    wait_room_s: how long `generate` waits when other clients hold all the room.
 
     Raises InvalidArgumentError, with the reason, for a model that the kernels cannot compute
     exactly or that does not fit the daemon, and NoStorageError; the model is unchanged then.
     """
 
-    def __init__(self, model: PreTrainedModel, client: Client) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        client: Client,
+        *,
+        max_pass_tokens: int = 2048,
+        wait_room_s: float = 60.0,
+    ) -> None:
+        if max_pass_tokens < 1:
+            raise InvalidArgumentError("max_pass_tokens", "must be at least 1")
         check_model(model)
-        check_daemon(model, client.server_info())
+        info = client.server_info()
+        check_daemon(model, info)
         register()
         model.set_attn_implementation(ATTENTION_NAME)
         self._model = model
         self._client = client
         self._num_layers: int = model.config.get_text_config().num_hidden_layers
-
-    @property
-    def client(self) -> Client:
-        return self._client
+        self._max_fork_children = info.max_fork_children
+        self._max_pass_tokens = max_pass_tokens
+        self._wait_room_s = wait_room_s
 
     @torch.inference_mode()
     def forward(self, rows: Items[Row]) -> torch.Tensor:
@@ -69,7 +90,7 @@ class CachedModel:
         sequence or an attention that there is no kernel for, and FailedPreconditionError for a
         sequence that an earlier pass has failed on: it is to be freed and allocated again.
         """
-        starts = [_start(row) for row in rows]
+        starts = [start_of(row) for row in rows]
         if not rows:
             raise InvalidArgumentError("rows", "must be at least one")
         if self._model.training:
@@ -84,6 +105,92 @@ class CachedModel:
         last = [end - 1 for end in itertools.accumulate(num_tokens)]
         sequences = [row.sequence for row in rows]
         return self._run(tokens, positions, last, ForwardPass(self._client, sequences, num_tokens))
+
+    def generate(
+        self,
+        prompts: Items[Items[int]],
+        max_new_tokens: int,
+        sampling: Sampling = GREEDY,
+        *,
+        num_return_sequences: int = 1,
+        stop_token_ids: Items[int] | None = None,
+    ) -> list[Completion]:
+        """`stream`, and wait for all of it: the completions of each prompt, one after the other."""
+        generation, outputs = self._generation(
+            prompts, max_new_tokens, sampling, num_return_sequences, stop_token_ids
+        )
+        for _ in generation.run():
+            pass
+        return [_completion(output) for output in outputs]
+
+    def stream(
+        self,
+        prompts: Items[Items[int]],
+        max_new_tokens: int,
+        sampling: Sampling = GREEDY,
+        *,
+        num_return_sequences: int = 1,
+        stop_token_ids: Items[int] | None = None,
+    ) -> Iterator[tuple[int, int]]:
+        """Generate for many prompts at once: (index, token id) of each token, as it comes.
+
+        num_return_sequences: outputs of each prompt, which is computed once. Output j of prompt i
+            has the index `i * num_return_sequences + j`.
+        stop_token_ids: any of them ends an output, and is its last token. Left out, they are those
+            of the model's generation config; empty for none.
+
+        What is cached of a prompt is not computed. If there is no room for all, prompts wait, and
+        the youngest sequence is freed and computed again later, with its output unchanged. Ending
+        the iteration early frees all sequences.
+
+        Raises InvalidArgumentError; ExceedsPoolError, then or in between, for a sequence that can
+        never fit the pool; NoRoomError when others have held the room for `wait_room_s`; and the
+        errors of `forward`, SessionLostError among them. Everything is freed then.
+        """
+        generation, _ = self._generation(
+            prompts, max_new_tokens, sampling, num_return_sequences, stop_token_ids
+        )
+        return generation.run()
+
+    def _generation(
+        self,
+        prompts: Items[Items[int]],
+        max_new_tokens: int,
+        sampling: Sampling,
+        num_return_sequences: int,
+        stop_token_ids: Items[int] | None,
+    ) -> tuple[Generation, list[Output]]:
+        for name, value in (
+            ("max_new_tokens", max_new_tokens),
+            ("num_return_sequences", num_return_sequences),
+        ):
+            if value < 1:
+                raise InvalidArgumentError(name, f"is {value}, must be at least 1")
+        if not all(len(prompt) for prompt in prompts):
+            raise InvalidArgumentError("prompts", "must have at least one token each")
+        if stop_token_ids is None:
+            stop_token_ids = _stop_token_ids(self._model)
+        generation = Generation(
+            self._client,
+            self.forward,
+            sampling,
+            GenerationLimits(
+                max_new_tokens=max_new_tokens,
+                max_pass_tokens=self._max_pass_tokens,
+                wait_room_s=self._wait_room_s,
+                stop_token_ids=frozenset(stop_token_ids),
+            ),
+            commits=False,
+            max_fork_children=self._max_fork_children,
+        )
+        outputs = [
+            Output(index, sampling.generator(index, self._model.device))
+            for index in range(len(prompts) * num_return_sequences)
+        ]
+        for number, prompt in enumerate(prompts):
+            first = number * num_return_sequences
+            generation.add(prompt, outputs[first : first + num_return_sequences])
+        return generation, outputs
 
     def _run(
         self, tokens: list[int], positions: list[int], last: list[int], forward_pass: ForwardPass
@@ -109,18 +216,14 @@ class CachedModel:
         return logits
 
 
-def _start(row: Row) -> int:
-    """Where the row goes on. Raises if its tokens are not the sequence's next ones to compute."""
-    sequence, count = row.sequence, len(row.token_ids)
-    start = sequence.num_computed_tokens
-    if sequence.num_started_tokens != start:
-        raise FailedPreconditionError(
-            f"an earlier pass over {sequence!r} has failed between two layers: free it, and "
-            f"allocate its tokens again"
-        )
-    if not 1 <= count <= sequence.num_tokens - start:
-        raise InvalidArgumentError(
-            "rows.token_ids",
-            f"are {count}, and {sequence!r} has {sequence.num_tokens - start} to compute",
-        )
-    return start
+def _completion(output: Output) -> Completion:
+    assert output.finish_reason is not None, "the generation has ended"
+    return Completion(tuple(output.token_ids), output.finish_reason, output.num_cached_tokens)
+
+
+def _stop_token_ids(model: PreTrainedModel) -> list[int]:
+    """Of the model's generation config: one, several or none."""
+    ids = model.generation_config.eos_token_id
+    if ids is None:
+        return []
+    return list(ids) if isinstance(ids, list) else [ids]

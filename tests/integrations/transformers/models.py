@@ -14,6 +14,7 @@ from transformers import (
     GemmaConfig,
     GptOssConfig,
     LlamaConfig,
+    LogitsProcessorList,
     MistralConfig,
     PreTrainedConfig,
     PreTrainedModel,
@@ -58,10 +59,10 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         sliding_window=WINDOW,
         layer_types=_MIXED,
         attn_logit_softcapping=2.0,
-        query_pre_attn_scalar=16,
+        query_pre_attn_scalar=24,
     ),
     "gemma3": Gemma3TextConfig(
-        **_SHAPE, sliding_window=WINDOW, layer_types=_MIXED, query_pre_attn_scalar=16
+        **_SHAPE, sliding_window=WINDOW, layer_types=_MIXED, query_pre_attn_scalar=24
     ),
     "gpt_oss": GptOssConfig(
         **_SHAPE,
@@ -121,6 +122,31 @@ class PlainModel:
         """Of every token, [T, vocabulary]."""
         return _logits(self.model, tokens)
 
+    @torch.inference_mode()
+    def greedy(self, prompt: Sequence[int], max_new_tokens: int) -> list[int]:
+        """By the `generate` of transformers."""
+        ids = self.model.generate(
+            torch.tensor([list(prompt)]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+            max_new_tokens=max_new_tokens,
+            do_sample=False,
+        )
+        return ids[0, len(prompt) :].tolist()
+
+    def sampled(
+        self,
+        prompt: Sequence[int],
+        max_new_tokens: int,
+        processors: LogitsProcessorList,
+        generator: torch.Generator,
+    ) -> list[int]:
+        """Drawn as transformers does, after its own processors, but with a generator."""
+        tokens = list(prompt)
+        for _ in range(max_new_tokens):
+            scores = processors(torch.tensor([tokens]), self.logits(tokens)[-1:])
+            tokens += torch.multinomial(scores.softmax(-1)[0], 1, generator=generator).tolist()
+        return tokens[len(prompt) :]
+
     def assert_close(self, actual: torch.Tensor, prefixes: Sequence[Sequence[int]]) -> None:
         """actual: logits of the last token of each prefix, [S, vocabulary]."""
         plain = torch.stack([self.logits(tokens)[-1] for tokens in prefixes])
@@ -132,6 +158,22 @@ class PlainModel:
 def _logits(model: PreTrainedModel, tokens: Sequence[int]) -> torch.Tensor:
     logits: torch.Tensor = model(input_ids=torch.tensor([list(tokens)]), use_cache=False).logits[0]
     return logits
+
+
+class TokenCounter:
+    """Counts the tokens that a model computes, pass by pass."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.passes: list[int] = []
+        model.get_input_embeddings().register_forward_pre_hook(
+            lambda _, given: self.passes.append(given[0].numel())
+        )
+
+    def take(self) -> int:
+        """Those since the last time."""
+        total = sum(self.passes)
+        self.passes.clear()
+        return total
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
