@@ -193,6 +193,85 @@ class LookupResult:
     """How many more tokens will be cached once live sequences have computed theirs."""
 
 
+class MissReason(enum.IntEnum):
+    """Why the first block of a prompt that is no hit is none. The values are those of the wire."""
+
+    LEFT_TO_COMPUTE = 1
+    """All full blocks that may be hits are: of a full hit a part is always computed again."""
+    NOT_FULL = 2
+    """Its tokens fill no block, and only full blocks are cached."""
+    CACHING_OFF = 3
+    NOT_READ = 4
+    """The prompt is not to read the cache."""
+    PENDING = 5
+    """A live sequence is computing it, and it will be cached then."""
+    NOT_COMMITTED = 6
+    """A live sequence has it, and has not committed it."""
+    NOT_WRITTEN = 7
+    """A live sequence has it and never caches it: it does not write to the cache, or a forced reset
+    or a collision keeps it from that."""
+    EVICTED = 8
+    """It was evicted to make room."""
+    RESET = 9
+    """It was cached when the cache was last reset."""
+    COLLISION = 10
+    """Its hash is taken by other content."""
+    RESERVED = 11
+    """It is cached, and taking it would need a block that is guaranteed to other tenants."""
+    DIVERGED = 12
+    """It was not cached as far as is known; the cached block most like it differs in tokens or
+    extra keys."""
+    NEVER_CACHED = 13
+    """It was not cached since the start, or since the last reset."""
+    UNKNOWN = 14
+    """It is not cached: it never was, or it was evicted too long ago to be remembered."""
+
+
+class KeyKind(enum.IntEnum):
+    """Kinds of extra keys. The values are the ones of the wire."""
+
+    LORA = 1
+    MULTIMODAL_ITEM = 2
+    CACHE_SALT = 3
+    PROMPT_EMBEDS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class KeyDifference:
+    """An extra key in which two blocks differ; empty where a block has none.
+
+    in_prompt, in_cache: names, identifiers with the token that they begin at, and digests of salts
+    and embeddings.
+    """
+
+    kind: KeyKind
+    in_prompt: str
+    in_cache: str
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """Why a prompt has no more hits. Valid until the next change of the pool.
+
+    The block that missed is block `num_cached_blocks` of the prompt.
+
+    block_hash: of that block; empty if it has none. age_s: of EVICTED and RESET, how long ago.
+    first_different_token: of DIVERGED, the first token of the prompt that the nearest cached chain
+    has otherwise; None if it has the block's tokens. key_differences: of DIVERGED. keeps_content:
+    whether the daemon keeps the tokens of all cached blocks, so that it can tell any divergence.
+    """
+
+    num_cached_tokens: int
+    num_cached_blocks: int
+    num_pending_tokens: int
+    reason: MissReason
+    block_hash: bytes
+    age_s: float | None
+    first_different_token: int | None
+    key_differences: tuple[KeyDifference, ...]
+    keeps_content: bool
+
+
 @dataclass(frozen=True, slots=True)
 class AllocateResult:
     """A new sequence. `block_ids` is its whole block table, `[ceil((n + lookahead) / B)]`.

@@ -30,6 +30,7 @@ COMMANDS = {
     "top": "Follow a daemon in the terminal: pool, hit rate, evictions, sequences, sessions, RPCs.",
     "events": "Print what becomes cached and what no longer is, as it happens.",
     "lookup": "Ask how much of a prompt is cached; changes nothing.",
+    "explain": "Say why no more of a prompt is cached; changes nothing.",
     "replay": "Count hits and evictions of a request trace, exactly.",
     "analyze": "Size the pool from request traces: hits by pool size, working set, reuse.",
     "token": "Make bearer tokens for callers.",

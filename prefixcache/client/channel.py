@@ -29,6 +29,7 @@ REPEATABLE = frozenset(
         # They change nothing.
         "GetServerInfo",
         "Lookup",
+        "Explain",
         "GetStats",
         "ListSequences",
         "ListSessions",

@@ -21,9 +21,14 @@ from prefixcache.errors import InvalidArgumentError
 from prefixcache.rpc.codec import extra_keys_to_wire, layout_from_wire
 from prefixcache.rpc.wire import column32, twin
 from prefixcache.types import (
+    CacheUse,
+    Explanation,
     ExtraKeys,
     FullHit,
+    KeyDifference,
+    KeyKind,
     LookupResult,
+    MissReason,
     SequenceId,
     SequenceOrder,
 )
@@ -135,6 +140,42 @@ def _read_lookup(reply: Any) -> LookupResult:
         num_blocks_free=reply.num_blocks_free,
         block_hashes=tuple(reply.block_hashes),
         num_pending_tokens=reply.num_pending_tokens,
+    )
+
+
+def explain(
+    tokens: npt.ArrayLike,
+    extra_keys: ExtraKeys | None,
+    full_hit: FullHit,
+    cache_use: CacheUse,
+    tenant: str,
+) -> Call[Explanation]:
+    request = twin("ExplainRequest")(
+        token_ids=column32(uint32_column(tokens, "token_ids")),
+        extra_keys=extra_keys_message(extra_keys),
+        full_hit=full_hit,
+        cache_use=cache_use,
+        tenant=tenant,
+    )
+    return Call("Explain", request, _read_explanation)
+
+
+def _read_explanation(reply: Any) -> Explanation:
+    divergence = reply.divergence
+    has_token = divergence.HasField("first_different_token")
+    return Explanation(
+        num_cached_tokens=reply.num_cached_tokens,
+        num_cached_blocks=reply.num_cached_blocks,
+        num_pending_tokens=reply.num_pending_tokens,
+        reason=MissReason(reply.reason),
+        block_hash=reply.block_hash,
+        age_s=reply.age_s if reply.HasField("age_s") else None,
+        first_different_token=divergence.first_different_token if has_token else None,
+        key_differences=tuple(
+            KeyDifference(KeyKind(key.kind), key.in_prompt, key.in_cache)
+            for key in divergence.key_differences
+        ),
+        keeps_content=reply.keeps_content,
     )
 
 

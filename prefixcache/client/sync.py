@@ -61,6 +61,7 @@ from prefixcache.types import (
     AttentionOptions,
     CacheUse,
     CommitResult,
+    Explanation,
     ExtraKeys,
     FullHit,
     LookupResult,
@@ -229,6 +230,24 @@ class Client:
         want_hashes: return the hash of each full block of the prompt too.
         """
         call = messages.lookup(tokens, extra_keys, num_lookahead_tokens, full_hit, want_hashes)
+        return self._call(call, timeout_s)
+
+    def explain(
+        self,
+        tokens: npt.ArrayLike,
+        *,
+        extra_keys: ExtraKeys | None = None,
+        full_hit: FullHit = FullHit.LAST_TOKEN,
+        cache_use: CacheUse = CacheUse.READ_WRITE,
+        tenant: str = "",
+        timeout_s: float | None = None,
+    ) -> Explanation:
+        """Why `sequence` would find no more cached than it would. Needs the role of an admin.
+
+        Changes nothing; valid until the pool changes. tenant: whose prompt it is; one's own if left
+        out. Raises InvalidArgumentError for one that is not in the auth file.
+        """
+        call = messages.explain(tokens, extra_keys, full_hit, cache_use, tenant)
         return self._call(call, timeout_s)
 
     def sequence(

@@ -49,6 +49,11 @@ class Plan:
             raise NoRoomError(self.num_needed, self.num_available, pool.num_referenced)
 
 
+def num_usable_blocks(num_tokens: int, full_hit: FullHit, block_size: int) -> int:
+    """Full blocks of a prompt that may be hits."""
+    return (num_tokens - (full_hit is FullHit.LAST_BLOCK)) // block_size
+
+
 def plan_prompt(
     pool: Pool,
     pending: PendingBlocks,
@@ -66,9 +71,9 @@ def plan_prompt(
     size = pool.block_size
     hits, num_pending = _NO_BLOCKS, 0
     if chain is not None:
-        usable = num_tokens - (full_hit is FullHit.LAST_BLOCK)
-        hits = pool.match(chain, usable // size)
-        num_pending = pending.num_blocks(chain.hashes, len(hits), usable // size)
+        num_usable = num_usable_blocks(num_tokens, full_hit, size)
+        hits = pool.match(chain, num_usable)
+        num_pending = pending.num_blocks(chain.hashes, len(hits), num_usable)
     num_blocks = num_blocks_of(num_tokens + num_lookahead_tokens, size)
     counts = pool.count_hits(hits, account)
     if counts.num_takeable < len(hits):

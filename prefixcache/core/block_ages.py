@@ -19,11 +19,15 @@ remembered. A hash is taken for another one with a chance of 2 ** -29: good enou
 A chain is evicted from its end, so the ghosts of deeper blocks are forgotten first: after
 `MAX_GHOST_GAP` blocks without one the rest of a chain is not looked for, which saves most of the
 work for prompts that were never seen.
+
+When everything is dropped at once the ghosts go too. In their place 64 bits of the hash of each
+block that is dropped are kept, until that happens again.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from prefixcache.core.histogram import Histogram
 
@@ -48,6 +52,20 @@ class BlockAges:
     idle_before_evict: Histogram
     reuse_gap: Histogram
     evict_to_reuse: Histogram
+
+
+class BlockPast(NamedTuple):
+    """What is remembered of a hash that is not cached.
+
+    evicted_s: seconds since it was evicted to make room; None if no eviction is remembered.
+    dropped_s: seconds since everything was dropped, it too; None if it was not there, or that never
+    happened. is_complete: it was not evicted, from the start or since everything was dropped, if no
+    eviction is remembered.
+    """
+
+    evicted_s: float | None
+    dropped_s: float | None
+    is_complete: bool
 
 
 def num_ghost_sets(num_blocks: int) -> int:

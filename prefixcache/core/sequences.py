@@ -20,12 +20,14 @@ import numpy as np
 from prefixcache.core import growth
 from prefixcache.core.admission import Plan, plan_prompt
 from prefixcache.core.append_batch import AppendBatch, AppendedBatch
+from prefixcache.core.explain import Explainer
 from prefixcache.core.form import FORM
 from prefixcache.core.hashing import Hasher
 from prefixcache.core.holders import LargestHolders
 from prefixcache.core.live import LiveSequences
 from prefixcache.core.pending import PendingBlocks, Waiter
 from prefixcache.core.pool import Pool
+from prefixcache.core.recent_keys import RecentKeys
 from prefixcache.core.sequence import (
     AppendRow,
     AttentionTicket,
@@ -59,6 +61,7 @@ from prefixcache.types import (
     BlockCopy,
     CacheUse,
     CommitResult,
+    Explanation,
     ExtraKeys,
     FullHit,
     LookupResult,
@@ -123,6 +126,8 @@ class Sequences:
             pool, self.pending, owner_ttl_s, clock, session_limits or SessionLimits()
         )
         self._holders = LargestHolders(self.live, clock)
+        self._recent_keys = RecentKeys()
+        self._explainer = Explainer(pool, self.live, hasher, self._recent_keys)
 
     def set_tenants(self, quotas: Iterable[TenantQuota]) -> None:
         """`Tenants.apply`; each has its share of the sessions, and of the owners without, too."""
@@ -150,6 +155,17 @@ class Sequences:
             num_blocks_free=min(plan.num_available, max(0, plan.num_needed - plan.num_over_quota)),
             num_pending_tokens=plan.num_pending_tokens,
         )
+
+    def explain(
+        self,
+        prompt: Prompt,
+        full_hit: FullHit,
+        cache_use: CacheUse = CacheUse.READ_WRITE,
+        account: int = 0,
+    ) -> Explanation:
+        """Why Allocate would find no more than it does. Changes nothing."""
+        plan = self._plan(prompt, 0, cache_use, full_hit, account)
+        return self._explainer.explain(prompt, plan, full_hit, cache_use)
 
     def allocate(
         self,
@@ -216,6 +232,7 @@ class Sequences:
             num_lookahead_tokens=num_lookahead_tokens,
         )
         self.live.add(sequence)
+        self._recent_keys.note(prompt.extra_keys)
         self.pending.begin(sequence, hashes)
         self._count_allocation(sequence, len(plan.hits), resumed)
         reply = AllocateResult(
@@ -308,6 +325,8 @@ class Sequences:
                 self.tenants.count_refusal(sequence.account)
             return AppendResult(_RESULT_CODES[type(error)])
         self._applied(sequence, call, reply)
+        if row.extra_keys:
+            self._recent_keys.note(sequence.extra_keys)
         if len(row.token_ids) >= self.pool.block_size:
             self._begin_appended(sequence)
         if row.num_kv_valid:

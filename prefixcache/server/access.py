@@ -7,6 +7,7 @@ socket gave to a user of this host; or else the certificate of its TLS connectio
     caller(context, needed_role)    who makes a call, and that it may
     stream(context, needed_role)    the same for a stream, with what says whether that still holds
     cut_revoked()                   cancel the streams for which it does not
+    for_tenant(caller, name)        an operator, asking what a tenant would find
 
 Safe to call from many threads; the clock, in seconds since 1970, is injected.
 """
@@ -21,7 +22,7 @@ from typing import Any
 
 import grpc
 
-from prefixcache.errors import UnauthenticatedError
+from prefixcache.errors import InvalidArgumentError, UnauthenticatedError
 from prefixcache.server.auth_file import AuthRules, Identity, token_hash
 from prefixcache.server.callers import ANYONE, Caller
 from prefixcache.server.peer_tickets import PeerTickets
@@ -70,6 +71,10 @@ class OpenAccess:
 
     def cut_revoked(self) -> None:
         pass
+
+    def for_tenant(self, caller: Caller, name: str) -> Caller:
+        """Raises InvalidArgumentError: there are no tenants."""
+        raise InvalidArgumentError("tenant", "must be empty, as the daemon has no access control")
 
 
 class AccessControl:
@@ -120,6 +125,13 @@ class AccessControl:
                 check()
             except UnauthenticatedError:
                 context.cancel()
+
+    def for_tenant(self, caller: Caller, name: str) -> Caller:
+        """The caller in that tenant's place. Raises InvalidArgumentError for an unknown one."""
+        quota = self._rules.tenants.get(name)
+        if quota is None:
+            raise InvalidArgumentError("tenant", f"{name!r} is not in the auth file")
+        return Caller(quota.name, quota.namespace, caller.roles)
 
     def _caller_with(self, credential: Bearer | Certificate) -> Caller:
         identity = self._identity(credential)

@@ -12,12 +12,15 @@ import grpc
 from prefixcache.core.sessions import owner_digest
 from prefixcache.errors import InvalidArgumentError
 from prefixcache.rpc._pb import admin_pb2
+from prefixcache.rpc.wire import twin
+from prefixcache.server import checks
+from prefixcache.server.access import Access
 from prefixcache.server.call_counts import CallCounts
 from prefixcache.server.callers import Caller
 from prefixcache.server.daemon import Daemon
 from prefixcache.server.event_streams import EventStreams
 from prefixcache.server.read_stats import read_stats
-from prefixcache.types import SequenceOrder
+from prefixcache.types import MissReason, SequenceOrder
 
 DEFAULT_PAGE_SIZE = 100
 MAX_PAGE_SIZE = 1000
@@ -25,14 +28,19 @@ _PAGE_TOKEN = re.compile("[0-9]{1,20}")
 
 
 class AdminService:
-    """call_counts: by the RPC's name."""
+    """call_counts: by the RPC's name. access: says which tenants there are."""
 
     def __init__(
-        self, daemon: Daemon, call_counts: Mapping[str, CallCounts], event_streams: EventStreams
+        self,
+        daemon: Daemon,
+        call_counts: Mapping[str, CallCounts],
+        event_streams: EventStreams,
+        access: Access,
     ) -> None:
         self._daemon = daemon
         self._call_counts = call_counts
         self._event_streams = event_streams
+        self._access = access
         self._sequences = daemon.sequences
 
     def get_stats(
@@ -103,6 +111,42 @@ class AdminService:
                 for info in shown
             ],
             next_page_token=str(shown[-1].serial) if len(page) > page_size else "",
+        )
+
+    def explain(self, request: Any, caller: Caller) -> Any:
+        if request.tenant:
+            caller = self._access.for_tenant(caller, request.tenant)
+        token_ids, extra_keys = checks.prompt(
+            request,
+            caller,
+            self._sequences.pool.block_size,
+            self._daemon.info.limits.max_tokens_per_call,
+        )
+        full_hit, cache_use = checks.full_hit(request.full_hit), checks.cache_use(request.cache_use)
+        prompt = self._sequences.prepare(token_ids, extra_keys)
+        account = self._sequences.tenants.account_of(caller.tenant, caller.namespace)
+        with self._sequences.lock:
+            found = self._sequences.explain(prompt, full_hit, cache_use, account)
+        divergence = None
+        if found.reason is MissReason.DIVERGED:
+            divergence = twin("Divergence")(
+                first_different_token=found.first_different_token,
+                key_differences=[
+                    twin("KeyDifference")(
+                        kind=key.kind, in_prompt=key.in_prompt, in_cache=key.in_cache
+                    )
+                    for key in found.key_differences
+                ],
+            )
+        return twin("ExplainResponse")(
+            num_cached_tokens=found.num_cached_tokens,
+            num_cached_blocks=found.num_cached_blocks,
+            num_pending_tokens=found.num_pending_tokens,
+            reason=found.reason,
+            block_hash=found.block_hash,
+            age_s=found.age_s,
+            divergence=divergence,
+            keeps_content=found.keeps_content,
         )
 
     def watch_events(

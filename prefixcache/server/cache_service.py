@@ -56,7 +56,9 @@ class CacheService:
         return self._daemon.info
 
     def lookup(self, request: Any, caller: Caller) -> Any:
-        token_ids, extra_keys = checks.prompt(request, caller, self._block_size, self._max_tokens)
+        token_ids, extra_keys = checks.prompt_with_lookahead(
+            request, caller, self._block_size, self._max_tokens
+        )
         full_hit = checks.full_hit(request.full_hit)
         prompt = self._sequences.prepare(token_ids, extra_keys)
         with self._sequences.lock:
@@ -107,7 +109,9 @@ class CacheService:
         owner = checks.owner(request.owner, caller)
         order = checks.order(request)
         request_id = checks.request_id(request.request_id)
-        token_ids, extra_keys = checks.prompt(request, caller, self._block_size, self._max_tokens)
+        token_ids, extra_keys = checks.prompt_with_lookahead(
+            request, caller, self._block_size, self._max_tokens
+        )
         cache_use = checks.cache_use(request.cache_use)
         full_hit = checks.full_hit(request.full_hit)
         self._check_fingerprint(request.layout_fingerprint)

@@ -79,16 +79,22 @@ def num_tokens(num: int, field: str, limit: int) -> int:
     return num
 
 
+def prompt_with_lookahead(
+    request: Any, caller: Caller, block_size: int, max_tokens: int
+) -> tuple[TokenIds, ExtraKeys]:
+    """`prompt` of a Lookup or an Allocate. max_tokens: with the lookahead."""
+    token_ids, extra_keys = prompt(request, caller, block_size, max_tokens)
+    num = len(token_ids) + request.num_lookahead_tokens
+    num_tokens(num, "num_lookahead_tokens", max_tokens)
+    return token_ids, extra_keys
+
+
 def prompt(
     request: Any, caller: Caller, block_size: int, max_tokens: int
 ) -> tuple[TokenIds, ExtraKeys]:
-    """Token ids and extra keys, in the caller's namespace, of a Lookup or an Allocate.
-
-    max_tokens: with the lookahead.
-    """
+    """Token ids and extra keys, in the caller's namespace, of a request that has a prompt."""
     token_ids = read_column32(request.token_ids)
     num = num_tokens(len(token_ids), "token_ids", max_tokens)
-    num_tokens(num + request.num_lookahead_tokens, "num_lookahead_tokens", max_tokens)
     if not num:
         raise InvalidArgumentError("token_ids", "is empty, a prompt has at least one token")
     if not request.HasField("extra_keys"):

@@ -121,7 +121,8 @@ class RpcServer:
                 "SessionService": Service(SessionService(daemon, self._keep_alives), self._workers),
                 "AttentionService": Service(AttentionService(daemon), self._attention_workers),
                 "AdminService": Service(
-                    AdminService(daemon, self.call_counts, self._event_streams), self._workers
+                    AdminService(daemon, self.call_counts, self._event_streams, self._access),
+                    self._workers,
                 ),
             },
             {

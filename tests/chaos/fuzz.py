@@ -39,7 +39,7 @@ from tests.support.stubs import TIMEOUT_S
 NUM_BLOCKS = 24
 MAX_MESSAGE_BYTES = 2**20
 WIRE_PART = 0.03
-_READ_ONLY = ("GetServerInfo", "Lookup", "GetStats", "ListSequences", "ListSessions")
+_READ_ONLY = ("GetServerInfo", "Lookup", "Explain", "GetStats", "ListSequences", "ListSessions")
 _CHECK_EVERY = 1000
 _FEW, _MANY = 3, 10
 _MAX_SESSIONS = 4

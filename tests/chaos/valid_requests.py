@@ -11,7 +11,7 @@ from google.protobuf.message import Message
 
 from prefixcache.core.sequence import Sequence
 from prefixcache.core.sessions import owner_key
-from prefixcache.rpc._pb import attention_pb2, cache_pb2, session_pb2
+from prefixcache.rpc._pb import admin_pb2, attention_pb2, cache_pb2, session_pb2
 from prefixcache.server.daemon import Daemon
 from prefixcache.storage.layout import KVLayout
 from tests.chaos.handler_calls import METHODS
@@ -37,6 +37,7 @@ class ValidRequests:
         self._makers: dict[str, Callable[[], Message]] = {
             "GetServerInfo": self._server_info,
             "Lookup": lambda: self._with_prompt(cache_pb2.LookupRequest(want_hashes=True)),
+            "Explain": self._explain,
             "Allocate": self.allocate,
             "Append": self._append,
             "Commit": self._commit,
@@ -130,10 +131,22 @@ class ValidRequests:
         return cache_pb2.GetServerInfoRequest(expected_fingerprint=fingerprint)
 
     def _with_prompt(self, request: Any) -> Any:
+        self._fill_prompt(request)
+        request.num_lookahead_tokens = self._rng.choice((0, 0, 3))
+        return request
+
+    def _explain(self) -> admin_pb2.ExplainRequest:
+        request = self._fill_prompt(
+            admin_pb2.ExplainRequest(cache_use=self._rng.choice((0, 1, 1, 2, 3, 4)))
+        )
+        if self._rng.random() < 0.5:
+            request.tenant = self._tenant
+        return request
+
+    def _fill_prompt(self, request: Any) -> Any:
         rng = self._rng
         num_tokens = rng.randint(1, _MAX_PROMPT)
         request.token_ids.extend(range(base := rng.choice((0, 0, 50)), base + num_tokens))
-        request.num_lookahead_tokens = rng.choice((0, 0, 3))
         request.full_hit = rng.choice((0, 1, 2))
         if rng.random() < 0.4:
             self._fill_extra_keys(request.extra_keys, 0, num_tokens)

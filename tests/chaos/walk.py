@@ -71,6 +71,7 @@ class Walk:
         self.calls: dict[str, Callable[[], None]] = {
             "GetServerInfo": lambda: self._ask(self._client.server_info),
             "Lookup": self.lookup,
+            "Explain": self.explain,
             "Allocate": self.allocate,
             "Append": self.append,
             **dict.fromkeys(computing, self.compute),
@@ -127,6 +128,12 @@ class Walk:
         found = self._client.lookup(tokens, extra_keys=_SALTS[salt], want_hashes=True)
         assert found.num_cached_tokens <= len(tokens) - 1
         assert len(found.block_hashes or ()) == len(tokens) // BLOCK_SIZE
+
+    def explain(self) -> None:
+        tokens, salt = self._prompt()
+        found = self._client.explain(tokens, extra_keys=_SALTS[salt])
+        assert found.num_cached_tokens <= len(tokens) - 1
+        assert len(found.block_hash) in (0, 16, 32)
 
     def allocate(self) -> None:
         if len(self._held) >= MAX_HELD:

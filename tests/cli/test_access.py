@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from prefixcache import Client, Credentials, TlsCredentials
+from prefixcache import Client, Credentials, ExtraKeys, TlsCredentials
 from prefixcache.errors import PermissionDeniedError, UnauthenticatedError, UnavailableError
 from tests.support.certificates import Authority
 from tests.support.program import MANAGER, PROGRAM, logged_until, serving
@@ -81,6 +81,27 @@ def test_users_and_tokens_are_admitted_and_files_are_read_again(tmp_path: Path) 
         assert daemon.stderr is not None
         assert token not in daemon.stderr.read()
     assert not socket.exists()
+
+
+def test_an_operator_explains_a_miss_of_a_tenant_by_its_name(tmp_path: Path) -> None:
+    token, entry = new_token("team-a")
+    auth = write_auth(tmp_path / "auth.toml", USER + entry)
+    target = f"unix:{tmp_path}/prefixcache.sock"
+    asked = ("explain", *map(str, range(20)), "--target", target)
+    with serving(tmp_path, *MANAGER, "--auth", str(auth)):
+        with (
+            Client(target, credentials=Credentials(token)) as client,
+            client.sequence(range(16), extra_keys=ExtraKeys(cache_salt="hidden")) as sequence,
+        ):
+            sequence.commit(16)
+        assert "never cached since" in command(*asked).stdout
+        done = command(*asked, "--tenant", "team-a")
+        assert done.returncode == 0, done.stderr
+        assert "another cache salt" in done.stdout
+        assert "hidden" not in done.stdout
+        assert command(*asked, "--tenant", "team-b").returncode == 2
+        refused = command(*asked, PREFIXCACHE_TOKEN=token)
+        assert (refused.returncode, "admin" in refused.stderr) == (1, True)
 
 
 def test_a_client_that_was_taken_out_loses_its_session(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import pytest
 import typer
 
 from prefixcache.cli import main
-from prefixcache.cli.lookup import parse_tokens
+from prefixcache.cli.prompt_options import parse_tokens
 from prefixcache.cli.stats import follow
 from prefixcache.client import Credentials, ServerInfo, TlsCredentials
 from prefixcache.core.stats import PoolStats, TenantStats

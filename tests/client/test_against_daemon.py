@@ -30,7 +30,16 @@ from prefixcache.errors import (
 from prefixcache.server.daemon import CacheOptions, Daemon, ModelOptions
 from prefixcache.server.rpc_server import RpcServer
 from prefixcache.storage.layout import KVLayout, LatentLayout, Quantization
-from prefixcache.types import CacheUse, FullHit, ResultCode
+from prefixcache.types import (
+    CacheUse,
+    ExtraKeys,
+    FullHit,
+    KeyDifference,
+    KeyKind,
+    Lora,
+    MissReason,
+    ResultCode,
+)
 from tests.client.twins import open_client
 from tests.support.daemon import running_daemon
 from tests.support.tolerances import assert_close
@@ -345,6 +354,33 @@ def test_sequences_answer_their_client_only(client_kind):
             with pytest.raises(SequenceNotFoundError):
                 stranger.append([1])
         assert sequence.append([3]).code is ResultCode.OK
+
+
+def test_a_miss_is_explained(client_kind):
+    with (
+        running_daemon(replace(CACHE, verify_hits=True)) as running,
+        open_client(client_kind, running.target) as client,
+    ):
+        adapter = ExtraKeys(lora=Lora("adapter", "v1"))
+        with client.sequence(range(9), extra_keys=adapter) as sequence:
+            sequence.commit(9)
+        found = client.explain(range(9))
+        assert (found.num_cached_blocks, found.reason) == (0, MissReason.DIVERGED)
+        assert found.key_differences == (KeyDifference(KeyKind.LORA, "", "adapter (v1)"),)
+        assert (found.first_different_token, found.age_s) == (None, None)
+        found = client.explain([0, 1, 2, 3, 4, 9, 9, 9], extra_keys=adapter)
+        assert (found.num_cached_tokens, found.first_different_token) == (4, 5)
+        assert len(found.block_hash) == 32
+        found = client.explain(range(8), extra_keys=adapter, full_hit=FullHit.LAST_BLOCK)
+        assert (found.num_cached_blocks, found.reason) == (1, MissReason.LEFT_TO_COMPUTE)
+        found = client.explain(range(8), extra_keys=adapter, cache_use=CacheUse.NO_READ)
+        assert found.reason is MissReason.NOT_READ
+        client.reset_cache()
+        found = client.explain(range(9), extra_keys=adapter)
+        assert found.reason is MissReason.RESET
+        assert 0 <= found.age_s < 60
+        with pytest.raises(InvalidArgumentError, match="tenant"):
+            client.explain([1], tenant="nobody")
 
 
 def test_more_than_a_page_of_sequences_is_listed(client_kind):

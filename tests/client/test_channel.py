@@ -41,10 +41,12 @@ def _call_everything(client, fake) -> None:
     fake.will(
         "Append", cache_pb2.AppendResponse(result_codes=[1], num_new_blocks=[0], num_copies=[0])
     )
+    fake.will("Explain", admin_pb2.ExplainResponse(reason=admin_pb2.MISS_REASON_PENDING))
     fake.will("Commit", cache_pb2.CommitResponse(result_codes=[1], num_cached_blocks=[1]))
     fake.will("Fork", cache_pb2.ForkResponse(sequence_ids=[8]))
     client.server_info()
     client.lookup([1])
+    client.explain([1])
     sequence = client.sequence([1, 2, 3, 4, 5])
     sequence.append([6])
     sequence.commit(5)

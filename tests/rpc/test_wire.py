@@ -132,7 +132,7 @@ def test_columns_are_little_endian(values):
 
 def test_methods_name_every_rpc_with_its_messages():
     found = {method.path: method for method in wire.methods()}
-    assert len(found) == 19
+    assert len(found) == 20
     assert [path for path, method in found.items() if method.is_stream] == [
         "/prefixcache.v1.PrefixCacheService/Step",
         "/prefixcache.v1.SessionService/KeepAlive",

@@ -62,6 +62,12 @@ static inline int64_t ghost_age(const block_ages *ages, const uint8_t *digest, u
     return -1;
 }
 
+/* Nothing that its set held was forgotten. */
+static inline int ghost_set_has_room(const block_ages *ages, const uint8_t *digest) {
+    uint32_t bits;
+    return !ghost_set(ages, digest, &bits)[GHOST_WAYS - 1];
+}
+
 /* The newest of a set stands first, so one that is there twice is found by its last eviction. */
 static inline void ghost_add(block_ages *ages, const uint8_t *digest, uint32_t now) {
     uint32_t bits;

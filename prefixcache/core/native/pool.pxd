@@ -49,6 +49,8 @@ cdef extern from "contents.h" nogil:
     void contents_write(
         contents *all, const int32_t *blocks, int64_t count, const uint32_t *token_ids
     )
+    int64_t contents_entry(const contents *all, int32_t block)
+    uint32_t *contents_row(const contents *all, int32_t block)
     void contents_enter(contents *all, int32_t block, int32_t parent)
     bint contents_same(const contents *all, int32_t block, int32_t holder, int32_t parent)
     void contents_share(contents *all, int32_t block, int32_t holder)
@@ -134,6 +136,7 @@ cdef extern from "block_ages.h" nogil:
     void age_add(const block_ages *ages, age_counts *counts, uint32_t age)
     void ghost_prefetch(const block_ages *ages, const uint8_t *digest)
     int64_t ghost_age(const block_ages *ages, const uint8_t *digest, uint32_t now)
+    bint ghost_set_has_room(const block_ages *ages, const uint8_t *digest)
     void ages_register(block_ages *ages, int32_t block, uint32_t now)
     void ages_take_over(block_ages *ages, int32_t heir, int32_t block)
     void ages_use(block_ages *ages, int32_t block, uint32_t now)
@@ -165,6 +168,8 @@ cdef class Pool:
     cdef contents _contents
     cdef dict _extra_keys
     cdef block_ages _ages
+    cdef object _dropped
+    cdef uint32_t _dropped_at
     cdef object _clock
     cdef double _made_at_s
     cdef readonly object events
@@ -186,6 +191,7 @@ cdef class Pool:
     cdef int _make_sharers(self, int64_t count) except -1
     cdef int _check_account(self, int32_t account) except -1
     cdef int _make_ages(self) except -1
+    cdef int _remember_dropped(self) except -1
     cdef uint32_t _now(self) except? 0
     cdef int _miss(self, bytes digests, Py_ssize_t num_hits, uint32_t now) except -1
     cdef int _check(self, int32_t block_id) except -1

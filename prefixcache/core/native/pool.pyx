@@ -30,7 +30,7 @@ from prefixcache.core.accounts import AccountUse, HitCounts
 
 cdef int64_t _NO_LIMIT = INT64_MAX
 
-from prefixcache.core.block_ages import BOUNDS_TICKS, TICKS_PER_S, BlockAges, histogram
+from prefixcache.core.block_ages import BOUNDS_TICKS, TICKS_PER_S, BlockAges, BlockPast, histogram
 from prefixcache.core.block_ages import num_ghost_sets
 
 cdef enum:
@@ -104,6 +104,7 @@ cdef class Pool:
         # One set more than there are: each begins where a line of the cache does.
         cdef size_t start = <size_t>self._zeros((num_sets + 1) * GHOST_WAYS, np.uint64)
         self._ages.ghosts = <uint64_t *>((start + _SET_BYTES - 1) // _SET_BYTES * _SET_BYTES)
+        self._dropped = np.zeros(0, dtype=np.uint64)
         return 0
 
     cdef void *_zeros(self, Py_ssize_t count, object dtype) except NULL:
@@ -171,6 +172,60 @@ cdef class Pool:
                 )
                 done += self._book.groups[group].queue.length
         return order
+
+    @property
+    def keeps_content(self):
+        """Whether `children_of`, `tokens_of` and `keys_of` may be asked: hits are verified."""
+        return self._verifies
+
+    def children_of(self, parent, Py_ssize_t limit):
+        """Registered blocks that follow a cached one, `[at most limit] int32`, by their ids.
+
+        parent: None for those that begin a sequence. Looks at all blocks.
+        """
+        assert self._verifies
+        cdef int32_t before = -1 if parent is None else parent, block
+        if before >= 0:
+            self._check(before)
+        cdef int64_t entry = contents_entry(&self._contents, before)
+        cdef list found = []
+        for block in range(self.num_blocks):
+            if len(found) == limit:
+                break
+            if self._contents.parent[block] == entry and self._state[block] == REGISTERED:
+                found.append(block)
+        return np.array(found, dtype=np.int32)
+
+    def tokens_of(self, const int32_t[::1] block_ids):
+        """Of registered blocks, `[n, B]`: a copy."""
+        assert self._verifies
+        self._check_all(block_ids)
+        cdef Py_ssize_t index, count = block_ids.shape[0], size = self.block_size
+        token_ids = np.empty((count, size), dtype=np.uint32)
+        cdef uint32_t[:, ::1] rows = token_ids
+        for index in range(count):
+            memcpy(&rows[index, 0], contents_row(&self._contents, block_ids[index]), 4 * size)
+        return token_ids
+
+    def keys_of(self, int32_t block_id):
+        """The encoded extra keys of a registered block, `b""` for none."""
+        assert self._verifies
+        self._check(block_id)
+        return self._extra_keys[block_id] if self._contents.has_keys[block_id] else b""
+
+    def past_of(self, bytes block_hash):
+        """What is remembered of a hash that is not cached."""
+        if len(block_hash) != self.digest_bytes:
+            raise ValueError(f"a hash of {len(block_hash)} bytes, not {self.digest_bytes}")
+        cdef const uint8_t *digest = <const uint8_t *>PyBytes_AS_STRING(block_hash)
+        cdef uint32_t now = self._now()
+        cdef int64_t age = ghost_age(&self._ages, digest, now)
+        was_dropped = (self._dropped == np.frombuffer(block_hash[:8], dtype=np.uint64)).any()
+        return BlockPast(
+            None if age < 0 else <uint32_t>age / _TICKS_PER_S,
+            <uint32_t>(now - self._dropped_at) / _TICKS_PER_S if was_dropped else None,
+            ghost_set_has_room(&self._ages, digest),
+        )
 
     def is_private(self, int32_t block_id):
         """True if one holder has it and nobody can find it: its slots may be written."""
@@ -379,6 +434,7 @@ cdef class Pool:
         With accounts: those of each group behind those of the one before.
         """
         cdef int32_t number
+        self._remember_dropped()
         if self.keeps_accounts:
             for number in range(1, self._book.num_groups):
                 queue_splice(&self._queue.queue, self._book.groups[number].queue)
@@ -589,6 +645,21 @@ cdef class Pool:
             if age >= 0 and index_find(&self._index, digest) < 0:
                 age_add(&self._ages, &self._ages.evict_to_reuse, <uint32_t>age)
             digest += width
+        return 0
+
+    cdef int _remember_dropped(self) except -1:
+        """Of each cached block, as all of them are about to be dropped, a part of its hash."""
+        cdef Py_ssize_t count = 0
+        cdef int32_t block
+        self._dropped_at = self._now()
+        self._dropped = np.empty(self._index.count, dtype=np.uint64)
+        if not self._index.count:
+            return 0
+        cdef uint64_t[::1] words = self._dropped
+        for block in range(self.num_blocks):
+            if self._state[block] == REGISTERED:
+                memcpy(&words[count], index_digest(&self._index, block), sizeof(uint64_t))
+                count += 1
         return 0
 
     cdef int _check_account(self, int32_t account) except -1:

@@ -12,7 +12,9 @@ from prefixcache.core.block_ages import (
     BOUNDS_TICKS,
     GHOST_WAYS,
     MAX_GHOST_GAP,
+    TICKS_PER_S,
     BlockAges,
+    BlockPast,
     histogram,
     num_ghost_sets,
 )
@@ -48,6 +50,8 @@ class Ages:
         self._used: Ticks = np.zeros(num_blocks, dtype=np.uint32)
         self._num_sets = num_ghost_sets(num_blocks)
         self._ghosts = array("Q", bytes(8 * GHOST_WAYS * self._num_sets))
+        self._dropped: npt.NDArray[np.uint64] = np.zeros(0, dtype=np.uint64)
+        self._dropped_at = 0
         self._lifetime = _AgeCounts()
         self._idle = _AgeCounts()
         self._reuse_gap = _AgeCounts()
@@ -90,9 +94,23 @@ class Ages:
             if ghost is not None and not is_cached(block_hash):
                 self._evict_to_reuse.add(np.array([(now - ghost) & _MASK], dtype=np.uint32))
 
-    def clear(self) -> None:
-        """Forget the ghosts."""
+    def drop(self, hashes: Iterable[BlockHash], now: int) -> None:
+        """These are all that was cached, and nothing is any more. Forgets the ghosts."""
         self._ghosts = array("Q", bytes(8 * GHOST_WAYS * self._num_sets))
+        words = b"".join(block_hash[:8] for block_hash in hashes)
+        self._dropped = np.frombuffer(words, dtype=np.uint64)
+        self._dropped_at = now
+
+    def past_of(self, block_hash: BlockHash, now: int) -> BlockPast:
+        """What is remembered of a hash that is not cached."""
+        ghost = self._ghost_of(block_hash)
+        first, _ = self._set_of(block_hash)
+        was_dropped = (self._dropped == np.frombuffer(block_hash[:8], dtype=np.uint64)).any()
+        return BlockPast(
+            None if ghost is None else (now - ghost & _MASK) / TICKS_PER_S,
+            (now - self._dropped_at & _MASK) / TICKS_PER_S if was_dropped else None,
+            not self._ghosts[first + GHOST_WAYS - 1],
+        )
 
     def read(self) -> BlockAges:
         return BlockAges(

@@ -62,5 +62,13 @@ class Contents:
             and self._extra_keys.get(block) == self._extra_keys.get(holder)
         )
 
+    def tokens_of(self, block_ids: BlockIds) -> npt.NDArray[np.uint32]:
+        """A copy, `[n, B]`."""
+        return self._token_ids[block_ids]
+
+    def keys_of(self, block: int) -> bytes:
+        """The encoded extra keys, `b""` for none."""
+        return self._extra_keys.get(block, b"")
+
     def clear(self) -> None:
         self._extra_keys.clear()

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from prefixcache.core.accounts import AccountUse, HitCounts
-from prefixcache.core.block_ages import TICKS_PER_S, BlockAges
+from prefixcache.core.block_ages import TICKS_PER_S, BlockAges, BlockPast
 from prefixcache.core.events import EventLog
 from prefixcache.core.hashing import Chain
 from prefixcache.core.python.accounts import Accounts
@@ -110,6 +110,35 @@ class Pool:
         if self._accounts is None:
             return self._queue.order()
         return np.concatenate([queue.order() for queue in self._accounts.queues()])
+
+    @property
+    def keeps_content(self) -> bool:
+        """Whether `children_of`, `tokens_of` and `keys_of` may be asked: hits are verified."""
+        return self._contents is not None
+
+    def children_of(self, parent: int | None, limit: int) -> BlockIds:
+        """Registered blocks that follow a cached one, `[at most limit] int32`, by their ids.
+
+        parent: None for those that begin a sequence. Looks at all blocks.
+        """
+        assert self._nodes is not None
+        follows = self._nodes.parent == self._nodes.entry_of(parent)
+        found = np.flatnonzero(follows & (self._state == REGISTERED))
+        return found[:limit].astype(np.int32)
+
+    def tokens_of(self, block_ids: BlockIds) -> npt.NDArray[np.uint32]:
+        """Of registered blocks, `[n, B]`: a copy."""
+        assert self._contents is not None
+        return self._contents.tokens_of(block_ids)
+
+    def keys_of(self, block_id: int) -> bytes:
+        """The encoded extra keys of a registered block, `b""` for none."""
+        assert self._contents is not None
+        return self._contents.keys_of(block_id)
+
+    def past_of(self, block_hash: BlockHash) -> BlockPast:
+        """What is remembered of a hash that is not cached."""
+        return self._ages.past_of(block_hash, self._now())
 
     def is_private(self, block_id: int) -> bool:
         """True if one holder has it and nobody can find it: its slots may be written."""
@@ -240,12 +269,12 @@ class Pool:
 
         With accounts: those of each group behind those of the one before.
         """
+        self._ages.drop(self._index, self._now())
         self._index.clear()
         self._standbys.clear()
         self._hash_of = [None] * self.num_blocks
         self._state[:] = PLAIN
         self._num_evictable = 0
-        self._ages.clear()
         if self._contents is not None:
             self._contents.clear()
         if self._accounts is not None:

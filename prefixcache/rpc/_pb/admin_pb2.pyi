@@ -1,3 +1,4 @@
+from prefixcache.rpc._pb import cache_pb2 as _cache_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
@@ -12,9 +13,55 @@ class SequenceOrder(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     SEQUENCE_ORDER_UNSPECIFIED: _ClassVar[SequenceOrder]
     SEQUENCE_ORDER_MOST_BLOCKS: _ClassVar[SequenceOrder]
     SEQUENCE_ORDER_NEWEST: _ClassVar[SequenceOrder]
+
+class MissReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    MISS_REASON_UNSPECIFIED: _ClassVar[MissReason]
+    MISS_REASON_LEFT_TO_COMPUTE: _ClassVar[MissReason]
+    MISS_REASON_NOT_FULL: _ClassVar[MissReason]
+    MISS_REASON_CACHING_OFF: _ClassVar[MissReason]
+    MISS_REASON_NOT_READ: _ClassVar[MissReason]
+    MISS_REASON_PENDING: _ClassVar[MissReason]
+    MISS_REASON_NOT_COMMITTED: _ClassVar[MissReason]
+    MISS_REASON_NOT_WRITTEN: _ClassVar[MissReason]
+    MISS_REASON_EVICTED: _ClassVar[MissReason]
+    MISS_REASON_RESET: _ClassVar[MissReason]
+    MISS_REASON_COLLISION: _ClassVar[MissReason]
+    MISS_REASON_RESERVED: _ClassVar[MissReason]
+    MISS_REASON_DIVERGED: _ClassVar[MissReason]
+    MISS_REASON_NEVER_CACHED: _ClassVar[MissReason]
+    MISS_REASON_UNKNOWN: _ClassVar[MissReason]
+
+class KeyKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    KEY_KIND_UNSPECIFIED: _ClassVar[KeyKind]
+    KEY_KIND_LORA: _ClassVar[KeyKind]
+    KEY_KIND_MULTIMODAL_ITEM: _ClassVar[KeyKind]
+    KEY_KIND_CACHE_SALT: _ClassVar[KeyKind]
+    KEY_KIND_PROMPT_EMBEDS: _ClassVar[KeyKind]
 SEQUENCE_ORDER_UNSPECIFIED: SequenceOrder
 SEQUENCE_ORDER_MOST_BLOCKS: SequenceOrder
 SEQUENCE_ORDER_NEWEST: SequenceOrder
+MISS_REASON_UNSPECIFIED: MissReason
+MISS_REASON_LEFT_TO_COMPUTE: MissReason
+MISS_REASON_NOT_FULL: MissReason
+MISS_REASON_CACHING_OFF: MissReason
+MISS_REASON_NOT_READ: MissReason
+MISS_REASON_PENDING: MissReason
+MISS_REASON_NOT_COMMITTED: MissReason
+MISS_REASON_NOT_WRITTEN: MissReason
+MISS_REASON_EVICTED: MissReason
+MISS_REASON_RESET: MissReason
+MISS_REASON_COLLISION: MissReason
+MISS_REASON_RESERVED: MissReason
+MISS_REASON_DIVERGED: MissReason
+MISS_REASON_NEVER_CACHED: MissReason
+MISS_REASON_UNKNOWN: MissReason
+KEY_KIND_UNSPECIFIED: KeyKind
+KEY_KIND_LORA: KeyKind
+KEY_KIND_MULTIMODAL_ITEM: KeyKind
+KEY_KIND_CACHE_SALT: KeyKind
+KEY_KIND_PROMPT_EMBEDS: KeyKind
 
 class GetStatsRequest(_message.Message):
     __slots__ = ()
@@ -201,6 +248,58 @@ class ListSessionsResponse(_message.Message):
     sessions: _containers.RepeatedCompositeFieldContainer[SessionInfo]
     next_page_token: str
     def __init__(self, sessions: _Optional[_Iterable[_Union[SessionInfo, _Mapping]]] = ..., next_page_token: _Optional[str] = ...) -> None: ...
+
+class ExplainRequest(_message.Message):
+    __slots__ = ("token_ids", "extra_keys", "full_hit", "cache_use", "tenant")
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    EXTRA_KEYS_FIELD_NUMBER: _ClassVar[int]
+    FULL_HIT_FIELD_NUMBER: _ClassVar[int]
+    CACHE_USE_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    extra_keys: _cache_pb2.ExtraKeys
+    full_hit: _cache_pb2.FullHit
+    cache_use: _cache_pb2.CacheUse
+    tenant: str
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., extra_keys: _Optional[_Union[_cache_pb2.ExtraKeys, _Mapping]] = ..., full_hit: _Optional[_Union[_cache_pb2.FullHit, str]] = ..., cache_use: _Optional[_Union[_cache_pb2.CacheUse, str]] = ..., tenant: _Optional[str] = ...) -> None: ...
+
+class KeyDifference(_message.Message):
+    __slots__ = ("kind", "in_prompt", "in_cache")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    IN_PROMPT_FIELD_NUMBER: _ClassVar[int]
+    IN_CACHE_FIELD_NUMBER: _ClassVar[int]
+    kind: KeyKind
+    in_prompt: str
+    in_cache: str
+    def __init__(self, kind: _Optional[_Union[KeyKind, str]] = ..., in_prompt: _Optional[str] = ..., in_cache: _Optional[str] = ...) -> None: ...
+
+class Divergence(_message.Message):
+    __slots__ = ("first_different_token", "key_differences")
+    FIRST_DIFFERENT_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    KEY_DIFFERENCES_FIELD_NUMBER: _ClassVar[int]
+    first_different_token: int
+    key_differences: _containers.RepeatedCompositeFieldContainer[KeyDifference]
+    def __init__(self, first_different_token: _Optional[int] = ..., key_differences: _Optional[_Iterable[_Union[KeyDifference, _Mapping]]] = ...) -> None: ...
+
+class ExplainResponse(_message.Message):
+    __slots__ = ("num_cached_tokens", "num_cached_blocks", "num_pending_tokens", "reason", "block_hash", "age_s", "divergence", "keeps_content")
+    NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_CACHED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PENDING_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_HASH_FIELD_NUMBER: _ClassVar[int]
+    AGE_S_FIELD_NUMBER: _ClassVar[int]
+    DIVERGENCE_FIELD_NUMBER: _ClassVar[int]
+    KEEPS_CONTENT_FIELD_NUMBER: _ClassVar[int]
+    num_cached_tokens: int
+    num_cached_blocks: int
+    num_pending_tokens: int
+    reason: MissReason
+    block_hash: bytes
+    age_s: float
+    divergence: Divergence
+    keeps_content: bool
+    def __init__(self, num_cached_tokens: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., num_pending_tokens: _Optional[int] = ..., reason: _Optional[_Union[MissReason, str]] = ..., block_hash: _Optional[bytes] = ..., age_s: _Optional[float] = ..., divergence: _Optional[_Union[Divergence, _Mapping]] = ..., keeps_content: _Optional[bool] = ...) -> None: ...
 
 class WatchEventsRequest(_message.Message):
     __slots__ = ("from_number", "boot_id", "without_snapshot")
