@@ -65,7 +65,8 @@ class Engine:
             appended = self._sequences.append(owner, batch, account)
             ticket = None
             if appended.copy_sources:
-                copied = batch.sequence_ids[np.frombuffer(appended.num_copies, dtype=np.uint32) > 0]
+                has_copies = np.frombuffer(appended.num_copies, dtype=np.uint32) > 0
+                copied = np.frombuffer(batch.sequence_ids, dtype="<u8")[has_copies]
                 ticket = self._sequences.begin_copies(owner, copied.tolist())
         if ticket is not None:
             try:

@@ -28,6 +28,7 @@ from prefixcache.client.sequence_state import SequenceState
 from prefixcache.core.append_batch import AppendBatch
 from prefixcache.core.sequence import AppendRow, CommitRow, Prompt
 from prefixcache.rpc import wire
+from prefixcache.rpc.requests import RequestReader
 from prefixcache.server.cache_service import CacheService
 from prefixcache.server.callers import ANYONE
 from prefixcache.server.daemon import CacheOptions, Daemon
@@ -105,7 +106,7 @@ def _round(
 ) -> None:
     method = next(method for method in wire.methods() if method.name == subject.method)
     servicer = getattr(CacheService(daemon), subject.method.lower())
-    reader, twin_reply = wire.RequestReader(method), wire.twin(method.response.DESCRIPTOR.name)
+    reader, twin_reply = RequestReader(method), wire.twin(method.response.DESCRIPTOR.name)
 
     def timed(part: str, work: Callable[[], Any]) -> Any:
         return laps.time(Key(name, part), work)

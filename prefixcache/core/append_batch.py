@@ -7,7 +7,7 @@ rows that are not plain.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, islice
 from typing import NamedTuple
 
@@ -21,53 +21,62 @@ from prefixcache.types import (
     BlockCopy,
     ExtraKeys,
     ResultCode,
-    TokenIds,
 )
 
 
 class AppendBatch(NamedTuple):
     """Rows of distinct sequences, in the order in which they are appended.
 
-    sequence_ids: `[R] uint64`. start_positions, num_tokens, num_kv_valid and num_lookahead_tokens:
-    `[R] uint32`. token_ids: `[sum(num_tokens)] uint32`, row after row. All are contiguous.
-    extra_keys: by row, of those that have any.
+    Columns of little-endian integers, as they stand on the wire. sequence_ids: 8 bytes a row.
+    start_positions, num_tokens, num_kv_valid and num_lookahead_tokens: 4 bytes a row; the last two
+    may be empty, for zeros. token_ids: 4 bytes each, row after row. extra_keys: by row, of those
+    that have any.
     """
 
-    sequence_ids: npt.NDArray[np.uint64]
-    start_positions: npt.NDArray[np.uint32]
-    num_tokens: npt.NDArray[np.uint32]
-    token_ids: TokenIds
-    num_kv_valid: npt.NDArray[np.uint32]
-    num_lookahead_tokens: npt.NDArray[np.uint32]
+    sequence_ids: bytes
+    start_positions: bytes
+    num_tokens: bytes
+    token_ids: bytes
+    num_kv_valid: bytes
+    num_lookahead_tokens: bytes
     extra_keys: Mapping[int, ExtraKeys]
 
     @classmethod
     def of(cls, rows: Sequence[AppendRow]) -> AppendBatch:
         return cls(
-            np.array([row.sequence_id for row in rows], dtype=np.uint64),
-            np.array([row.start_position for row in rows], dtype=np.uint32),
-            np.array([len(row.token_ids) for row in rows], dtype=np.uint32),
-            np.concatenate([row.token_ids for row in rows]).astype(np.uint32, copy=False),
-            np.array([row.num_kv_valid for row in rows], dtype=np.uint32),
-            np.array([row.num_lookahead_tokens for row in rows], dtype=np.uint32),
+            np.array([row.sequence_id for row in rows], dtype="<u8").tobytes(),
+            _column32([row.start_position for row in rows]),
+            _column32([len(row.token_ids) for row in rows]),
+            b"".join(_column32(row.token_ids) for row in rows),
+            _column32([row.num_kv_valid for row in rows]),
+            _column32([row.num_lookahead_tokens for row in rows]),
             {index: row.extra_keys for index, row in enumerate(rows) if row.extra_keys},
         )
 
-    def rows(self) -> Iterator[AppendRow]:
-        lengths = self.num_tokens.tolist()
-        columns = zip(
-            self.sequence_ids.tolist(),
-            self.start_positions.tolist(),
-            lengths,
-            accumulate(lengths),
-            self.num_kv_valid.tolist(),
-            self.num_lookahead_tokens.tolist(),
-            strict=True,
+    def rows(self) -> list[AppendRow]:
+        """Raises ValueError if the columns do not fit together."""
+        sequence_ids = np.frombuffer(self.sequence_ids, dtype="<u8").tolist()
+        token_ids = np.frombuffer(self.token_ids, dtype="<u4")
+        zeros = bytes(len(self.start_positions))
+        starts, lengths, valids, lookaheads = (
+            np.frombuffer(column, dtype="<u4").tolist()
+            for column in (
+                self.start_positions,
+                self.num_tokens,
+                self.num_kv_valid or zeros,
+                self.num_lookahead_tokens or zeros,
+            )
         )
+        if sum(lengths) != len(token_ids):
+            raise ValueError(f"{len(token_ids)} tokens for rows of {sum(lengths)}")
+        ends = accumulate(lengths)
+        rows: list[AppendRow] = []
+        columns = zip(sequence_ids, starts, lengths, ends, valids, lookaheads, strict=True)
         for index, (sequence_id, start, length, end, valid, lookahead) in enumerate(columns):
-            token_ids = self.token_ids[end - length : end]
             keys = self.extra_keys.get(index, NO_EXTRA_KEYS)
-            yield AppendRow(sequence_id, start, token_ids, valid, lookahead, keys)
+            row_tokens = token_ids[end - length : end]
+            rows.append(AppendRow(sequence_id, start, row_tokens, valid, lookahead, keys))
+        return rows
 
 
 class AppendedBatch(NamedTuple):
@@ -111,6 +120,10 @@ class AppendedBatch(NamedTuple):
                 self.result_codes, self.num_new_blocks, self.num_copies, strict=True
             )
         ]
+
+
+def _column32(values: npt.ArrayLike) -> bytes:
+    return np.asarray(values, dtype="<u4").tobytes()
 
 
 def _column(values: Iterable[int]) -> array[int]:

@@ -5,8 +5,8 @@ filling or reading one through protobuf's Python API costs a Python step per ele
 of a message declares each column as `bytes` under the same field number: the same bytes on the
 wire, and numpy reads and writes them at once. Both sides write and read through twins. A foreign
 client may send a column unpacked or in pieces, which is legal and which a twin does not see:
-`read_request` does. The twins are made from the descriptors, so there is no second .proto to keep
-in step.
+`prefixcache.rpc.requests` does. The twins are made from the descriptors, so there is no second
+.proto to keep in step.
 """
 
 from __future__ import annotations
@@ -20,15 +20,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
-from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
-from google.protobuf.unknown_fields import UnknownFieldSet
 
 from prefixcache.rpc._pb import admin_pb2, attention_pb2, cache_pb2, session_pb2
 
 _FILES = tuple(module.DESCRIPTOR for module in (cache_pb2, session_pb2, attention_pb2, admin_pb2))
 _Field = descriptor_pb2.FieldDescriptorProto
-_COLUMN_WIDTHS: dict[int, int] = {_Field.TYPE_FIXED32: 4, _Field.TYPE_FIXED64: 8}
+COLUMN_WIDTHS: dict[int, int] = {_Field.TYPE_FIXED32: 4, _Field.TYPE_FIXED64: 8}
+"""Of a column's elements, in bytes, by their type."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +76,7 @@ def _make_twins() -> dict[str, type[Message]]:
         file.CopyToProto(proto)
         for message in proto.message_type:
             for field in message.field:
-                if field.type in _COLUMN_WIDTHS and field.label == _Field.LABEL_REPEATED:
+                if field.type in COLUMN_WIDTHS and field.label == _Field.LABEL_REPEATED:
                     field.type = _Field.TYPE_BYTES
                     field.label = _Field.LABEL_OPTIONAL
         pool.Add(proto)
@@ -96,63 +95,6 @@ _TWINS = _make_twins()
 def twin(message: str) -> Any:
     """The class of the twin of the message of that name."""
     return _TWINS[message]
-
-
-@dataclass(frozen=True, slots=True)
-class _Columns:
-    """Where a message has columns: its own, by name and width, and messages with columns in them.
-
-    parts: by name and whether there are many.
-    """
-
-    own: tuple[tuple[str, int], ...]
-    parts: tuple[tuple[str, bool, _Columns], ...]
-
-    @classmethod
-    def of(cls, declared: Any) -> _Columns:
-        """declared: the descriptor of a message."""
-        own, parts = [], []
-        for field in declared.fields:
-            if field.type in _COLUMN_WIDTHS and field.is_repeated:
-                own.append((field.name, _COLUMN_WIDTHS[field.type]))
-            elif field.type == FieldDescriptor.TYPE_MESSAGE:
-                columns = cls.of(field.message_type)
-                if columns.own or columns.parts:
-                    parts.append((field.name, field.is_repeated, columns))
-        return cls(tuple(own), tuple(parts))
-
-    def may_be_elsewhere(self, message: Message) -> bool:
-        """Whether a twin has unknown fields, which may be elements, or a column that is none."""
-        if len(UnknownFieldSet(message)):
-            return True
-        if any(len(getattr(message, name)) % width for name, width in self.own):
-            return True
-        for name, are_many, columns in self.parts:
-            parts = getattr(message, name)
-            if any(map(columns.may_be_elsewhere, parts if are_many else (parts,))):
-                return True
-        return False
-
-
-class RequestReader:
-    """Reads the requests of one RPC as twins, with columns in every legal spelling."""
-
-    def __init__(self, method: Method) -> None:
-        self._declared = method.request
-        self._twin = _TWINS[method.request.DESCRIPTOR.name]
-        self._columns = _Columns.of(method.request.DESCRIPTOR)
-
-    def read(self, data: bytes) -> Any:
-        """Raises DecodeError.
-
-        A twin keeps the last piece of a column only, and elements of their own are unknown fields.
-        If it holds all bytes, and as fields that it knows, there was neither. Otherwise the
-        declared message reads them, and what that writes is read again.
-        """
-        request = self._twin.FromString(data)
-        if request.ByteSize() == len(data) and not self._columns.may_be_elsewhere(request):
-            return request
-        return self._twin.FromString(self._declared.FromString(data).SerializeToString())
 
 
 def column32(values: npt.ArrayLike | array[int]) -> bytes:

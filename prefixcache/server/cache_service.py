@@ -22,6 +22,7 @@ from prefixcache.errors import (
     StorageOwnedError,
 )
 from prefixcache.rpc._pb import cache_pb2
+from prefixcache.rpc.plain import plain_reply
 from prefixcache.rpc.status import status_message
 from prefixcache.rpc.wire import (
     column32,
@@ -36,6 +37,12 @@ from prefixcache.server.allocation import Allocation
 from prefixcache.server.callers import Caller
 from prefixcache.server.daemon import REPLY_HEADROOM_BYTES, Daemon
 from prefixcache.server.pending_waits import PendingWaits
+
+_AllocateResponse = plain_reply(cache_pb2.AllocateResponse)
+_AppendResponse = plain_reply(cache_pb2.AppendResponse)
+_CommitResponse = plain_reply(cache_pb2.CommitResponse)
+_FreeResponse = plain_reply(cache_pb2.FreeResponse)
+_LookupResponse = plain_reply(cache_pb2.LookupResponse)
 
 
 class CacheService:
@@ -65,15 +72,18 @@ class CacheService:
             found = self._sequences.lookup(
                 prompt, request.num_lookahead_tokens, full_hit, self._account_of(caller)
             )
-        reply = cache_pb2.LookupResponse(
+        chain = prompt.chain if request.want_hashes else None
+        # Hashes are the one thing in a reply that is not plain.
+        response = _LookupResponse if chain is None else cache_pb2.LookupResponse
+        reply = response(
             num_cached_tokens=found.num_cached_tokens,
             num_cached_blocks=found.num_cached_blocks,
             num_blocks_needed=found.num_blocks_needed,
             num_blocks_free=found.num_blocks_free,
             num_pending_tokens=found.num_pending_tokens,
         )
-        if request.want_hashes and prompt.chain is not None:
-            hashes = prompt.chain.hashes
+        if chain is not None:
+            hashes = chain.hashes
             reply.MergeFromString(
                 repeated_bytes(reply.BLOCK_HASHES_FIELD_NUMBER, hashes.data, hashes.digest_bytes)
             )
@@ -97,7 +107,7 @@ class CacheService:
         else:
             with self._sequences.lock:
                 allocated = allocation.apply()
-        return twin("AllocateResponse")(
+        return _AllocateResponse(
             sequence_id=allocated.sequence_id,
             num_cached_tokens=allocated.num_cached_tokens,
             num_cached_blocks=allocated.num_cached_blocks,
@@ -139,7 +149,7 @@ class CacheService:
             with self._sequences.lock:
                 self._sequences.live.take_turn(owner, order)
                 appended = self._sequences.append(owner, batch, self._account_of(caller))
-        return twin("AppendResponse")(
+        return _AppendResponse(
             result_codes=column32(appended.result_codes),
             num_new_blocks=column32(appended.num_new_blocks),
             new_block_ids=column32(appended.new_block_ids),
@@ -159,7 +169,7 @@ class CacheService:
         with self._sequences.lock:
             self._sequences.live.take_turn(owner, order)
             results = self._sequences.commit(owner, rows)
-        return twin("CommitResponse")(
+        return _CommitResponse(
             result_codes=column32([result.code for result in results]),
             num_cached_blocks=column32([result.num_cached_blocks for result in results]),
         )
@@ -203,7 +213,7 @@ class CacheService:
         with self._sequences.lock:
             self._sequences.live.take_turn(owner, order)
             codes = self._sequences.free(owner, sequence_ids.tolist(), request_ids)
-        return twin("FreeResponse")(result_codes=column32(codes))
+        return _FreeResponse(result_codes=column32(codes))
 
     def open_step(
         self, cancel: Callable[[], object], caller: Caller
@@ -222,13 +232,14 @@ class CacheService:
                 part = getattr(request, name)
                 reply = self._part(response, name, 0, partial(call, caller=caller), part)
                 if reply is not None:
-                    getattr(response, name).CopyFrom(reply)
-        nothing, num_bytes = twin("AllocateResponse")(), response.ByteSize()
+                    getattr(response, name).MergeFromString(reply.SerializeToString())
+        num_bytes = response.ByteSize()
         for index, part in enumerate(request.allocates):
             call = partial(self._allocate_in_step, caller=caller, num_bytes=num_bytes)
             reply = self._part(response, "allocates", index, call, part)
-            response.allocates.append(nothing if reply is None else reply)
-            num_bytes += response.allocates[-1].ByteSize()
+            data = b"" if reply is None else reply.SerializeToString()
+            response.allocates.add().MergeFromString(data)
+            num_bytes += len(data)
         return response
 
     def _allocate_in_step(self, request: Any, caller: Caller, num_bytes: int) -> Any:

@@ -6,7 +6,7 @@ Each check raises InvalidArgumentError with the field's name and the limit. Requ
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,12 +14,19 @@ import numpy.typing as npt
 
 from prefixcache.core.append_batch import AppendBatch
 from prefixcache.core.extra_keys import check_extra_keys
+from prefixcache.core.form import FORM
 from prefixcache.core.sessions import SESSION_ID_BYTES, CallOrder
 from prefixcache.errors import InvalidArgumentError
 from prefixcache.rpc import codec
 from prefixcache.rpc.wire import read_column32, read_column64
 from prefixcache.server.callers import Caller
 from prefixcache.types import NO_EXTRA_KEYS, CacheUse, ExtraKeys, FullHit, TokenIds
+
+_columns_agree: Callable[..., bool] | None = None
+if FORM == "native":
+    from prefixcache.core.native.append import columns_agree
+
+    _columns_agree = columns_agree
 
 OWNER_BYTES = 16
 MAX_REQUEST_ID_BYTES = 256
@@ -168,11 +175,25 @@ def full_hit(value: int) -> FullHit:
 
 def append_batch(request: Any, block_size: int, max_tokens: int, max_rows: int) -> AppendBatch:
     """The rows of an Append. max_tokens: of all of them, with the lookahead."""
+    columns = (
+        request.sequence_ids,
+        request.start_positions,
+        request.num_tokens,
+        request.token_ids,
+        request.num_kv_valid,
+        request.num_lookahead_tokens,
+    )
+    if _columns_agree is None or not _columns_agree(*columns, max_tokens, max_rows):
+        _check_append_columns(request, max_tokens, max_rows)
+    extra_keys = request.extra_keys
+    return AppendBatch(*columns, _append_extra_keys(request, block_size) if extra_keys else {})
+
+
+def _check_append_columns(request: Any, max_tokens: int, max_rows: int) -> None:
     token_ids = read_column32(request.token_ids)
     num = num_tokens(len(token_ids), "token_ids", max_tokens)
     columns = rows(request, "start_positions", "num_tokens", max_rows)
-    sequence_ids, start_positions, row_tokens = columns
-    num_rows = len(sequence_ids)
+    num_rows, row_tokens = len(columns.sequence_ids), columns.second
     num_kv_valid = _optional_column(request, "num_kv_valid", num_rows)
     num_lookahead_tokens = _optional_column(request, "num_lookahead_tokens", num_rows)
     num_tokens(num + sum(num_lookahead_tokens.tolist()), "num_lookahead_tokens", max_tokens)
@@ -181,17 +202,8 @@ def append_batch(request: Any, block_size: int, max_tokens: int, max_rows: int) 
         raise InvalidArgumentError(
             "token_ids", f"has {len(token_ids)} tokens, num_tokens sums to {total}"
         )
-    if request.num_kv_valid and (num_kv_valid > row_tokens).any():
+    if (num_kv_valid > row_tokens).any():
         raise InvalidArgumentError("num_kv_valid", "is larger than num_tokens in some row")
-    return AppendBatch(
-        sequence_ids,
-        start_positions,
-        row_tokens,
-        token_ids,
-        num_kv_valid,
-        num_lookahead_tokens,
-        _append_extra_keys(request.extra_keys, start_positions, row_tokens, block_size),
-    )
 
 
 def _optional_column(request: Any, field: str, num_rows: int) -> npt.NDArray[np.uint32]:
@@ -204,15 +216,12 @@ def _optional_column(request: Any, field: str, num_rows: int) -> npt.NDArray[np.
     return values
 
 
-def _append_extra_keys(
-    entries: Iterable[Any],
-    start_positions: npt.NDArray[np.uint32],
-    row_tokens: npt.NDArray[np.uint32],
-    block_size: int,
-) -> dict[int, ExtraKeys]:
+def _append_extra_keys(request: Any, block_size: int) -> dict[int, ExtraKeys]:
     """The extra keys of an Append's rows, by row."""
+    start_positions = read_column32(request.start_positions)
+    row_tokens = read_column32(request.num_tokens)
     by_row: dict[int, ExtraKeys] = {}
-    for entry in entries:
+    for entry in request.extra_keys:
         if entry.row >= len(row_tokens) or by_row.get(entry.row):
             raise InvalidArgumentError("extra_keys.row", f"{entry.row} is no row, or stands twice")
         keys = codec.extra_keys_from_wire(entry.extra_keys)

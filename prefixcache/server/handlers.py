@@ -29,6 +29,7 @@ from prefixcache.errors import (
 )
 from prefixcache.rpc import wire
 from prefixcache.rpc.field_count import has_more_fields
+from prefixcache.rpc.requests import RequestReader
 from prefixcache.server.access import Access, StreamCaller
 from prefixcache.server.arrivals import Arrivals
 from prefixcache.server.call_counts import CallCounts
@@ -198,7 +199,7 @@ def _watch_handler(
     max_fields: int,
 ) -> Callable[[Iterator[bytes], grpc.ServicerContext], Iterator[bytes]]:
     """The call ends with its first reply, for those who observe calls."""
-    reader = wire.RequestReader(rpc.method)
+    reader = RequestReader(rpc.method)
 
     def begin(call: Call, requests: Iterator[bytes]) -> Iterator[Any]:
         started_s = perf_counter()
@@ -244,7 +245,7 @@ def _without_bugs(replies: Iterator[Any]) -> Iterator[Any]:
 def _answer(rpc: Rpc, servicer_call: Callable[..., Any], max_fields: int) -> _Answer:
     """One message in, one out, or the call is aborted."""
     takes_context = "context" in inspect.signature(servicer_call).parameters
-    reader = wire.RequestReader(rpc.method)
+    reader = RequestReader(rpc.method)
 
     def answer(data: bytes, call: Call) -> bytes:
         call.num_bytes_in = len(data)
@@ -267,7 +268,7 @@ def _answer(rpc: Rpc, servicer_call: Callable[..., Any], max_fields: int) -> _An
     return answer
 
 
-def _parse(method: wire.Method, reader: wire.RequestReader, data: bytes, max_fields: int) -> Any:
+def _parse(method: wire.Method, reader: RequestReader, data: bytes, max_fields: int) -> Any:
     try:
         if has_more_fields(data, method.request.DESCRIPTOR, max_fields):
             raise InvalidArgumentError(

@@ -9,7 +9,7 @@ from prefixcache.core.append_batch import AppendBatch, AppendedBatch
 from prefixcache.core.sequence import AppendRow
 from prefixcache.types import AppendResult, BlockCopy, ResultCode
 from tests.core.manager import ONE, Manager, T, U, forked, image
-from tests.support.invariants import check_invariants
+from tests.support.invariants import check_invariants, snapshot
 
 
 def plain(row: AppendRow) -> tuple[object, ...]:
@@ -34,9 +34,42 @@ def test_a_batch_gives_back_the_rows_that_it_was_made_of(lengths: list[int]) -> 
 
 def test_token_ids_of_another_type_or_with_gaps_become_a_column() -> None:
     rows = [AppendRow(1, 0, np.arange(6)[::2]), AppendRow(2, 0, np.arange(3, dtype=np.uint32))]
-    column = AppendBatch.of(rows).token_ids
-    assert column.dtype == np.uint32 and column.flags.c_contiguous
-    assert column.tolist() == [0, 2, 4, 0, 1, 2]
+    assert AppendBatch.of(rows).token_ids == np.array([0, 2, 4, 0, 1, 2], dtype="<u4").tobytes()
+
+
+@pytest.mark.parametrize("left_out", ["num_kv_valid", "num_lookahead_tokens"])
+def test_a_column_that_is_left_out_is_one_of_zeros(left_out: str) -> None:
+    rows = [AppendRow(index, 3, np.arange(2, dtype=np.uint32)) for index in range(3)]
+    batch = AppendBatch.of(rows)._replace(**{left_out: b""})
+    assert list(map(plain, batch.rows())) == list(map(plain, rows))
+
+
+@pytest.mark.parametrize(
+    ("column", "data"),
+    [
+        ("start_positions", b""),
+        ("num_tokens", bytes(4)),
+        ("num_tokens", np.array([2, 2], dtype="<u4").tobytes()),
+        ("num_kv_valid", bytes(4)),
+        ("num_lookahead_tokens", bytes(12)),
+        ("token_ids", bytes(8)),
+        ("token_ids", bytes(13)),
+        ("sequence_ids", bytes(15)),
+        ("sequence_ids", bytes(24)),
+    ],
+)
+def test_columns_that_do_not_fit_together_change_nothing(column: str, data: bytes) -> None:
+    manager = Manager(10)
+    held = [manager.allocate(T(3)), manager.allocate(T(4))]
+    rows = [
+        AppendRow(one.sequence_id, one.num_tokens, np.array([5, 6, 7][:count], np.uint32))
+        for one, count in zip(held, (1, 2), strict=True)
+    ]
+    batch = AppendBatch.of(rows)._replace(**{column: data})
+    before = snapshot(manager.sequences)
+    with pytest.raises(ValueError):
+        manager.sequences.append(ONE, batch)
+    assert snapshot(manager.sequences) == before
 
 
 @pytest.mark.parametrize(

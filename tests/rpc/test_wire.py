@@ -29,7 +29,7 @@ def _is_column(field: FieldDescriptor) -> bool:
     return field.is_repeated and field.type in COLUMNS
 
 
-def _fill(message: Message, twin: Message, rng: random.Random) -> None:
+def fill(message: Message, twin: Message, rng: random.Random) -> None:
     """The same random values in both: columns as lists here and as bytes there."""
     for field in message.DESCRIPTOR.fields:
         name = field.name
@@ -41,9 +41,9 @@ def _fill(message: Message, twin: Message, rng: random.Random) -> None:
         elif field.type == FieldDescriptor.TYPE_MESSAGE:
             for _ in range(2 if field.is_repeated else 1):
                 if field.is_repeated:
-                    _fill(getattr(message, name).add(), getattr(twin, name).add(), rng)
+                    fill(getattr(message, name).add(), getattr(twin, name).add(), rng)
                 else:
-                    _fill(getattr(message, name), getattr(twin, name), rng)
+                    fill(getattr(message, name), getattr(twin, name), rng)
         else:
             value = _scalar(field, rng)
             if field.is_repeated:
@@ -71,7 +71,7 @@ def _scalar(field: FieldDescriptor, rng: random.Random):
 @pytest.mark.parametrize("name", DECLARED)
 def test_a_twin_has_the_bytes_of_the_declared_message(name):
     message, twin = DECLARED[name](), wire.twin(name)()
-    _fill(message, twin, random.Random(name))
+    fill(message, twin, random.Random(name))
     data = message.SerializeToString(deterministic=True)
     assert twin.SerializeToString(deterministic=True) == data
     assert DECLARED[name].FromString(twin.SerializeToString()) == message
@@ -80,7 +80,7 @@ def test_a_twin_has_the_bytes_of_the_declared_message(name):
 @pytest.mark.parametrize("name", DECLARED)
 def test_a_twin_reads_the_bytes_of_the_declared_message(name):
     message, filled = DECLARED[name](), wire.twin(name)()
-    _fill(message, filled, random.Random(name))
+    fill(message, filled, random.Random(name))
     twin = wire.twin(name).FromString(message.SerializeToString())
     assert twin == filled
     for field in message.DESCRIPTOR.fields:

@@ -16,3 +16,13 @@ def append_batch(
     grown: Callable[[Sequence], None],
     account: int = 0,
 ) -> AppendedBatch: ...
+def columns_agree(
+    ids: bytes,
+    starts: bytes,
+    lengths: bytes,
+    tokens: bytes,
+    valids: bytes,
+    lookaheads: bytes,
+    max_tokens: int,
+    max_rows: int,
+) -> bool: ...

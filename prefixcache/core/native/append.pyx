@@ -12,11 +12,15 @@ from cpython.bytes cimport PyBytes_AS_STRING
 from cpython.dict cimport PyDict_GetItem
 from cpython.ref cimport PyObject
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
+from libc.string cimport memset
 
 from prefixcache.core.native.hash_chain cimport plain_digests
 from prefixcache.core.native.pool cimport PLAIN, Pool
 
+import os
 from array import array as _array
+
+import numpy as np
 
 from prefixcache.core import growth
 from prefixcache.core.append_batch import AppendedBatch
@@ -33,6 +37,11 @@ cdef object _NO_BLOCKS = AppendResult(ResultCode.OK)
 cdef object _ZERO = 0
 cdef array.array _COLUMN = _array("I")
 cdef int64_t _MAX_NEW_BLOCKS = 64
+cdef enum:
+    _MAX_ROWS = 256
+    _TABLE_BITS = 9
+    _TABLE_SIZE = 1 << _TABLE_BITS
+cdef uint64_t _FACTOR = int.from_bytes(os.urandom(8), "little") | 1
 
 
 def append_batch(
@@ -46,18 +55,16 @@ def append_batch(
     """
     pool._check_account(account)
     ids, starts, lengths, tokens, valids, lookaheads, extra_keys = batch
-    cdef const uint64_t[::1] sequence_ids = ids
-    cdef const uint32_t[::1] start_positions = starts, num_tokens = lengths, token_ids = tokens
-    cdef const uint32_t[::1] num_kv_valid = valids, num_lookahead_tokens = lookaheads
+    if not _fit(ids, starts, lengths, tokens, valids, lookaheads):
+        raise ValueError(f"{len(ids)} bytes of ids and {len(tokens)} of tokens: columns do not fit")
+    cdef const uint64_t *sequence_ids = <const uint64_t *>PyBytes_AS_STRING(ids)
+    cdef const uint32_t *start_positions = _numbers(starts)
+    cdef const uint32_t *num_tokens = _numbers(lengths)
+    cdef const uint32_t *token_ids = _numbers(tokens)
+    cdef const uint32_t *num_kv_valid = _numbers(valids)
+    cdef const uint32_t *num_lookahead_tokens = _numbers(lookaheads)
     cdef dict keys_by_row = extra_keys
-    cdef Py_ssize_t num_rows = sequence_ids.shape[0], row, begin = 0, end = 0
-    for column in (starts, lengths, valids, lookaheads):
-        if len(column) != num_rows:
-            raise ValueError(f"a column of {len(column)} rows, not {num_rows}")
-    for row in range(num_rows):
-        end += num_tokens[row]
-    if end != token_ids.shape[0]:
-        raise ValueError(f"{token_ids.shape[0]} tokens for rows of {end}")
+    cdef Py_ssize_t num_rows = len(ids) // sizeof(uint64_t), row, begin = 0, end = 0
     cdef array.array codes = array.clone(_COLUMN, num_rows, zero=False)
     cdef array.array num_new_blocks = array.clone(_COLUMN, num_rows, zero=True)
     cdef array.array num_copies = array.clone(_COLUMN, num_rows, zero=True)
@@ -77,8 +84,8 @@ def append_batch(
         if (
             found != NULL
             and end > begin
-            and not num_kv_valid[row]
-            and not num_lookahead_tokens[row]
+            and not (num_kv_valid and num_kv_valid[row])
+            and not (num_lookahead_tokens and num_lookahead_tokens[row])
             and (not keys_by_row or row not in keys_by_row)
         ):
             new_tokens = &token_ids[begin]
@@ -105,9 +112,9 @@ def append_batch(
                 _AppendRow(
                     sequence_id,
                     start_positions[row],
-                    tokens[begin:end],
-                    num_kv_valid[row],
-                    num_lookahead_tokens[row],
+                    np.frombuffer(tokens, dtype="<u4")[begin:end],
+                    num_kv_valid[row] if num_kv_valid else 0,
+                    num_lookahead_tokens[row] if num_lookahead_tokens else 0,
                     keys_by_row.get(row, _NO_EXTRA_KEYS),
                 ),
             )
@@ -128,6 +135,86 @@ def append_batch(
         destinations,
         pool._num_available(account, 0),
     )
+
+
+def columns_agree(
+    bytes ids,
+    bytes starts,
+    bytes lengths,
+    bytes tokens,
+    bytes valids,
+    bytes lookaheads,
+    int64_t max_tokens,
+    int64_t max_rows,
+):
+    """Whether these are the columns of a batch that may be appended, as far as they say it alone.
+
+    That is: they fit together, with 1 to `max_rows` rows of distinct sequences, `max_tokens` at
+    most with the lookahead, and no more drafts in a row than tokens. False also for what is
+    too large to be looked at here.
+    """
+    cdef Py_ssize_t num_rows = len(ids) // sizeof(uint64_t), row
+    cdef int64_t total = len(tokens) // sizeof(uint32_t)
+    cdef const uint32_t *num_tokens = _numbers(lengths)
+    cdef const uint32_t *num_kv_valid = _numbers(valids)
+    cdef const uint32_t *num_lookahead_tokens = _numbers(lookaheads)
+    if not 1 <= num_rows <= min(max_rows, _MAX_ROWS):
+        return False
+    if not _fit(ids, starts, lengths, tokens, valids, lookaheads):
+        return False
+    for row in range(num_rows):
+        if num_lookahead_tokens:
+            total += num_lookahead_tokens[row]
+        if num_kv_valid and num_kv_valid[row] > num_tokens[row]:
+            return False
+    if total > max_tokens:
+        return False
+    return _are_distinct(<const uint64_t *>PyBytes_AS_STRING(ids), num_rows)
+
+
+cdef const uint32_t *_numbers(bytes column) except? NULL:
+    """NULL for an empty column."""
+    return <const uint32_t *>PyBytes_AS_STRING(column) if len(column) else NULL
+
+
+cdef bint _fit(
+    bytes ids, bytes starts, bytes lengths, bytes tokens, bytes valids, bytes lookaheads
+) except -1:
+    """Whether each column has an entry a row, but for those that are left out, and the tokens are
+    those of the rows.
+    """
+    cdef Py_ssize_t num_rows = len(ids) // sizeof(uint64_t), row
+    cdef Py_ssize_t width = num_rows * sizeof(uint32_t)
+    cdef const uint32_t *num_tokens = _numbers(lengths)
+    cdef uint64_t total = 0
+    if len(ids) % sizeof(uint64_t) or len(starts) != width or len(lengths) != width:
+        return False
+    if len(valids) not in (0, width) or len(lookaheads) not in (0, width):
+        return False
+    for row in range(num_rows):
+        total += num_tokens[row]
+    return total * sizeof(uint32_t) == <uint64_t>len(tokens)
+
+
+cdef bint _are_distinct(const uint64_t *ids, Py_ssize_t count) noexcept:
+    """Of at most `_MAX_ROWS` ids. The factor is random, so that no client can make them collide."""
+    cdef uint64_t table[_TABLE_SIZE]
+    cdef bint has_zero = False
+    cdef Py_ssize_t row, at
+    memset(table, 0, sizeof(table))
+    for row in range(count):
+        if ids[row] == 0:
+            if has_zero:
+                return False
+            has_zero = True
+            continue
+        at = ids[row] * _FACTOR >> 64 - _TABLE_BITS
+        while table[at]:
+            if table[at] == ids[row]:
+                return False
+            at = (at + 1) % _TABLE_SIZE
+        table[at] = ids[row]
+    return True
 
 
 cdef Py_ssize_t _append_plain(

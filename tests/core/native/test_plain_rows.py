@@ -118,19 +118,6 @@ def test_a_row_of_a_sequence_that_still_holds_the_source_of_a_copy_is_left_alone
     assert not append(manager, row_of(child, [6]))[1]
 
 
-@pytest.mark.parametrize(
-    ("column", "values"), [("token_ids", [5, 6]), ("token_ids", []), ("num_kv_valid", [0, 0])]
-)
-def test_columns_that_do_not_fit_together_are_refused(column: str, values: list[int]) -> None:
-    manager = Manager(8)
-    row = row_of(manager.allocate(T(2)), [5])
-    batch = AppendBatch.of([row])._replace(**{column: np.array(values, dtype=np.uint32)})
-    before = snapshot(manager.sequences)
-    with pytest.raises(ValueError, match=r"rows"):
-        manager.sequences.append(ONE, batch)
-    assert snapshot(manager.sequences) == before
-
-
 # ---- commit
 
 
