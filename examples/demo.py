@@ -2,11 +2,11 @@
 
     python examples/demo.py
 
-Starts a daemon (or takes the one of --target), plugs SmolLM2 into it (see engine.py), asks eight
-questions that share a system prompt of about 2,000 tokens and then two more in one of the
-conversations. Prints what was cached and what that saved, and compares every answer with the model
-run without any cache. The exit code is 1 if a token differs, if a shared prefix was not found, or
-if finding it saved too little time.
+Starts a daemon (or takes the one of --target), puts SmolLM2 on it (CachedModel of
+prefixcache.integrations.transformers), asks eight questions that share a system prompt of about
+2,000 tokens and then two more in one of the conversations. Prints what was cached and what that
+saved, and compares every answer with the model run without any cache. The exit code is 1 if a token
+differs, if a shared prefix was not found, or if finding it saved too little time.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ import plain
 import smollm2
 import workload
 from daemon import start_daemon
-from engine import Engine, Request
-from prefixcache.client import Client, PoolStats
-from prefixcache.types import CacheUse
+from prefixcache.client import Client, PoolStats, Sequence
+from prefixcache.integrations.transformers import CachedModel, Row
+from prefixcache.types import CacheUse, ResultCode
 from smollm2 import SmolLM2
 
 MIN_CACHED_SHARE = 0.95
@@ -46,12 +46,12 @@ class Turn:
     """A prompt, what the daemon said about it, and the answer as it grows."""
 
     name: str
-    request: Request
+    sequence: Sequence
     prompt: list[int]
     num_cached: int
     num_shared: int
     """Leading tokens that were computed before, by this or another request; 0 for the first."""
-    first_token_s: float
+    first_token_s: float = 0.0
     answer: list[int] = field(default_factory=list)
     logits: list[torch.Tensor] = field(default_factory=list)
     """For each token of the answer the logits it was chosen by, [vocabulary]."""
@@ -61,6 +61,16 @@ class Turn:
         self.answer.append(int(logits.argmax()))
         self.logits.append(logits)
 
+    @property
+    def row(self) -> Row:
+        """What is left to compute."""
+        tokens = self.prompt + self.answer
+        return Row(self.sequence, tokens[self.sequence.num_computed_tokens :])
+
+
+class NotAppendedError(Exception):
+    """The daemon refused the next tokens of a sequence, most likely for want of free blocks."""
+
 
 def main() -> int:
     arguments = parse_arguments()
@@ -68,7 +78,8 @@ def main() -> int:
     smol = smollm2.load()
     with daemon(smol, arguments) as target, Client(target) as client:
         print(f"daemon ready at {target}\n")
-        turns = run_workload(smol, Engine(smol.model, client), arguments.answer_tokens)
+        model = CachedModel(smol.model, client)
+        turns = run_workload(smol, model, client, arguments.answer_tokens)
         stats = client.stats()
     print_turns(smol, turns)
     print_stats(stats)
@@ -115,85 +126,82 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def run_workload(smol: SmolLM2, engine: Engine, answer_tokens: int) -> list[Turn]:
+def run_workload(
+    smol: SmolLM2, model: CachedModel, client: Client, answer_tokens: int
+) -> list[Turn]:
     """Eight questions in one batch, then the first visitor's second and third question."""
     system = smol.message("system", workload.system_prompt())
-    warm_up(engine, system)
-    visitors = [
-        ask(engine, f"question {i}", system + smol.question(text), len(system) if i > 1 else 0)
-        for i, text in enumerate(workload.QUESTIONS, start=1)
-    ]
-    generate(engine, visitors, answer_tokens)
+    warm_up(model, client, system)
+    visitors = []
+    for i, text in enumerate(workload.QUESTIONS, start=1):
+        prompt, num_shared = system + smol.question(text), len(system) if i > 1 else 0
+        visitors.append(ask(model, client, f"question {i}", prompt, num_shared))
+    generate(model, client, visitors, answer_tokens)
     first, *others = visitors
-    engine.close([turn.request for turn in others])
+    client.free([turn.sequence for turn in others])
 
     # An engine that keeps the sequence open appends to it.
-    second = go_on(engine, "second turn", first, smol.follow_up(workload.SECOND_QUESTION))
-    generate(engine, [second], answer_tokens)
-    engine.close([second.request])
+    second = go_on(model, "second turn", first, smol.follow_up(workload.SECOND_QUESTION))
+    generate(model, client, [second], answer_tokens)
+    num_computed = second.sequence.num_computed_tokens
+    second.sequence.free()
 
     # One that does not sends the whole conversation as a new prompt, and most of it is cached.
     conversation = second.prompt + second.answer + smol.follow_up(workload.THIRD_QUESTION)
-    third = ask(engine, "third turn", conversation, second.request.num_computed)
-    generate(engine, [third], answer_tokens)
-    engine.close([third.request])
+    third = ask(model, client, "third turn", conversation, num_computed)
+    generate(model, client, [third], answer_tokens)
+    third.sequence.free()
     return [*visitors, second, third]
 
 
-def warm_up(engine: Engine, system: list[int]) -> None:
+def warm_up(model: CachedModel, client: Client, system: list[int]) -> None:
     """Let both processes load their kernels, so that the cold prompt is not blamed for it.
 
     Leaves nothing in the cache and in its hit rate.
     """
-    request = engine.open(system[:64], CacheUse.NONE)
-    engine.prefill([request])
-    engine.close([request])
+    with client.sequence(system[:64], cache_use=CacheUse.NONE) as sequence:
+        model.forward([Row(sequence, system[:64])])
 
 
-def ask(engine: Engine, name: str, prompt: list[int], num_shared: int) -> Turn:
+def ask(model: CachedModel, client: Client, name: str, prompt: list[int], num_shared: int) -> Turn:
     """Send a new prompt and wait for the first token of the answer."""
     started = time.perf_counter()
-    request = engine.open(prompt)
-    num_cached = request.num_computed
-    logits = engine.prefill([request])[0]
-    turn = Turn(
-        name=name,
-        request=request,
-        prompt=prompt,
-        num_cached=num_cached,
-        num_shared=num_shared,
-        first_token_s=time.perf_counter() - started,
-    )
-    turn.take(logits)
+    sequence = client.sequence(prompt)
+    turn = Turn(name, sequence, prompt, sequence.num_cached_tokens, num_shared)
+    answer_first(model, turn, started)
     return turn
 
 
-def go_on(engine: Engine, name: str, before: Turn, follow_up: list[int]) -> Turn:
+def go_on(model: CachedModel, name: str, before: Turn, follow_up: list[int]) -> Turn:
     """Append to the open sequence of a turn: the last token of its answer, and a new question."""
-    request = before.request
     started = time.perf_counter()
-    num_computed = request.num_computed
-    engine.append([request], [before.answer[-1:] + follow_up])
-    logits = engine.prefill([request])[0]
-    turn = Turn(
-        name=name,
-        request=request,
-        prompt=list(request.tokens),
-        num_cached=num_computed,
-        num_shared=num_computed,
-        first_token_s=time.perf_counter() - started,
-    )
-    turn.take(logits)
+    sequence = before.sequence
+    num_computed = sequence.num_computed_tokens
+    sequence.append(before.answer[-1:] + follow_up)
+    prompt = before.prompt + before.answer + follow_up
+    turn = Turn(name, sequence, prompt, num_computed, num_computed)
+    answer_first(model, turn, started)
     return turn
 
 
-def generate(engine: Engine, turns: list[Turn], answer_tokens: int) -> None:
+def answer_first(model: CachedModel, turn: Turn, started: float) -> None:
+    logits = model.forward([turn.row])[0]
+    turn.first_token_s = time.perf_counter() - started
+    turn.take(logits)
+
+
+def generate(model: CachedModel, client: Client, turns: list[Turn], answer_tokens: int) -> None:
     """Decode all answers greedily as one batch: one Append a step, one Decode a layer."""
-    requests = [turn.request for turn in turns]
     for _ in range(answer_tokens - 1):
-        engine.append(requests, [turn.answer[-1:] for turn in turns])
-        for turn, logits in zip(turns, engine.decode(requests), strict=True):
-            turn.take(logits)
+        results = client.append(
+            [turn.sequence for turn in turns], [turn.answer[-1:] for turn in turns]
+        )
+        for turn, result in zip(turns, results, strict=True):
+            if result.code is not ResultCode.OK:
+                raise NotAppendedError(f"{turn.sequence!r}: {result.code.name}")
+        logits = model.forward([turn.row for turn in turns])
+        for turn, row in zip(turns, logits, strict=True):
+            turn.take(row)
 
 
 def print_turns(smol: SmolLM2, turns: list[Turn]) -> None:

@@ -19,8 +19,8 @@ import torch
 import plain
 import smollm2
 from daemon import start_daemon
-from engine import Engine
 from prefixcache.client import Client
+from prefixcache.integrations.transformers import CachedModel, Row
 
 QUESTION = "What is the capital of France?"
 MAX_LOGIT_DIFFERENCE = 1e-3
@@ -59,15 +59,14 @@ def ask(
         # The daemon inherits it; this process has no kernels.
         os.environ["TRITON_INTERPRET"] = "1"
         with start_daemon(folder, options) as target, Client(target) as client:
-            engine = Engine(smol.model, client)
-            request = engine.open(prompt)
-            logits = [engine.prefill([request])[0]]
-            answer = [int(logits[0].argmax())]
-            while len(answer) < answer_tokens:
-                engine.append([request], [answer[-1:]])
-                logits.append(engine.decode([request])[0])
-                answer.append(int(logits[-1].argmax()))
-            engine.close([request])
+            model = CachedModel(smol.model, client)
+            with client.sequence(prompt) as sequence:
+                logits = [model.forward([Row(sequence, prompt)])[0]]
+                answer = [int(logits[0].argmax())]
+                while len(answer) < answer_tokens:
+                    sequence.append(answer[-1:])
+                    logits.append(model.forward([Row(sequence, answer[-1:])])[0])
+                    answer.append(int(logits[-1].argmax()))
     return answer, logits
 
 
