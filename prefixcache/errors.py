@@ -313,7 +313,9 @@ class ResourceExhaustedError(PrefixCacheError):
 
 
 class NoRoomError(ResourceExhaustedError):
-    """holders: who holds most, in the fields `holder_1_name`, `holder_1_digest`, `holder_1_blocks`.
+    """quarantined: blocks that a stalled process may still write to; no field if there are none.
+
+    holders: who holds most, in the fields `holder_1_name`, `holder_1_digest`, `holder_1_blocks`.
 
     A name is empty without a session. A digest is the `owner_digest` of the lists of sequences and
     sessions. Blocks are those in the tables of the owner's sequences; what they share counts once
@@ -323,10 +325,19 @@ class NoRoomError(ResourceExhaustedError):
     reason = "NO_ROOM"
 
     def __init__(
-        self, needed: int, free: int, referenced: int, holders: Iterable[BlockHolder] = ()
+        self,
+        needed: int,
+        free: int,
+        referenced: int,
+        holders: Iterable[BlockHolder] = (),
+        *,
+        quarantined: int = 0,
     ) -> None:
         message = f"needs {needed} blocks, {free} free, {referenced} referenced"
         fields: dict[str, str | int] = {"needed": needed, "free": free, "referenced": referenced}
+        if quarantined:
+            message += f", {quarantined} quarantined"
+            fields["quarantined"] = quarantined
         most = []
         for place, (name, digest, num_blocks) in enumerate(holders, 1):
             fields[f"holder_{place}_name"] = name
@@ -337,10 +348,11 @@ class NoRoomError(ResourceExhaustedError):
 
     def naming(self, holders: Iterable[BlockHolder]) -> NoRoomError:
         """The same with the names of those who hold most."""
-        needed, free, referenced = (
-            int(self.fields[name]) for name in ("needed", "free", "referenced")
+        needed, free, referenced, quarantined = (
+            int(self.fields.get(name, 0))
+            for name in ("needed", "free", "referenced", "quarantined")
         )
-        return NoRoomError(needed, free, referenced, holders)
+        return NoRoomError(needed, free, referenced, holders, quarantined=quarantined)
 
 
 class QuotaExceededError(ResourceExhaustedError):

@@ -5,8 +5,9 @@ heads, Hkv KV heads, D head dim, S sequences of a batch, T new tokens of a batch
 
 Glossary: a *block* is B consecutive tokens and their K/V of all layers; a *slot* is one token's
 place, `block_id * B + offset`; a *block table* maps a sequence's logical blocks to block ids.
-A block is *referenced* (ref count > 0) or free; a free block is *evictable* if it is cached
-(findable by its hash) and *blank* if not.
+A block is *referenced* (a sequence or a call has it), *quarantined* (none has, but a process
+outside may still write to it) or free; a free block is *evictable* if it is cached (findable by its
+hash) and *blank* if not.
 """
 
 from __future__ import annotations

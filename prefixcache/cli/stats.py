@@ -121,6 +121,7 @@ def make_rows(snapshot: PoolStats, rates: Rates | None = None) -> Rows:
         ("pool usage", _bar(s)),
         ("blocks", f"{s.num_blocks:,} of {s.block_size} tokens, {s.cached:,} cached"),
         ("  referenced", f"{s.referenced:,}"),
+        ("  quarantined", f"{s.quarantined:,}"),
         ("  evictable", f"{s.evictable:,}"),
         ("  blank", f"{s.blank:,}"),
         ("sequences", f"{s.sequences:,} of {s.owners:,} owners"),
@@ -163,15 +164,18 @@ def _ratio(part: int, whole: int, unit: str) -> str:
 
 
 def _bar(snapshot: PoolStats) -> Text:
-    """Referenced, evictable and blank blocks as parts of a bar."""
+    """Blocks by state as parts of a bar."""
     text = Text()
     shown = 0
     for count, letter, style in (
         (snapshot.referenced, "#", "green"),
+        (snapshot.quarantined, "!", "yellow"),
         (snapshot.evictable, "+", "cyan"),
         (snapshot.blank, ".", "dim"),
     ):
         shown += count
         width = round(_BAR_WIDTH * shown / max(snapshot.num_blocks, 1)) - len(text)
         text.append(letter * width, style=style)
-    return text.append(f" {snapshot.pool_usage:.1%} (# referenced, + evictable, . blank)")
+    quarantined = "! quarantined, " if snapshot.quarantined else ""
+    legend = f"# referenced, {quarantined}+ evictable, . blank"
+    return text.append(f" {snapshot.pool_usage:.1%} ({legend})")

@@ -122,6 +122,7 @@ def _pool(stats: PoolStats, width: int) -> Iterable[Text]:
     shown = drawn = 0
     for count, letter, style in (
         (stats.referenced, "#", "green"),
+        (stats.quarantined, "!", "yellow"),
         (stats.evictable, "+", "cyan"),
         (stats.blank, ".", _QUIET),
     ):
@@ -130,10 +131,11 @@ def _pool(stats: PoolStats, width: int) -> Iterable[Text]:
         bar.append(letter * (end - drawn), style)
         drawn = end
     yield bar
+    quarantined = f"{stats.quarantined:,} ! quarantined, " if stats.quarantined else ""
     yield _row(
         "",
         f"{_percent(stats.referenced, stats.num_blocks)} of {stats.num_blocks:,} blocks: "
-        f"{stats.referenced:,} # referenced, {stats.evictable:,} + evictable, "
+        f"{stats.referenced:,} # referenced, {quarantined}{stats.evictable:,} + evictable, "
         f"{stats.blank:,} . blank",
     )
 

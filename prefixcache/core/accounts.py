@@ -8,7 +8,8 @@ without any rules, which costs nothing. The rules:
 **Charges.** A referenced block is charged to the account that has referenced it for the longest,
 so a hit by another one moves no charge, and when the account it is charged to lets go, the next
 one is charged. An evictable block stays charged to the last account that held it, until it is
-evicted or referenced again. A blank block is charged to nobody.
+evicted or referenced again. A blank block is charged to nobody. A quarantined block counts as
+referenced by the account that it was charged to, until its quarantine ends.
 
     held(t)      blocks that t references, each once; those of others included
     private(t)   blocks that t alone references

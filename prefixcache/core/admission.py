@@ -46,7 +46,12 @@ class Plan:
             raise ExceedsPoolError("token_ids", self.num_blocks, pool.num_blocks)
         check_quota(pool, account, self.num_blocks, self.num_added)
         if self.num_needed > self.num_available:
-            raise NoRoomError(self.num_needed, self.num_available, pool.num_referenced)
+            raise NoRoomError(
+                self.num_needed,
+                self.num_available,
+                pool.num_referenced,
+                quarantined=pool.num_quarantined,
+            )
 
 
 def num_usable_blocks(num_tokens: int, full_hit: FullHit, block_size: int) -> int:

@@ -31,7 +31,7 @@ from prefixcache.errors import (
     SequenceBusyError,
     WrongPositionError,
 )
-from prefixcache.types import AppendResult, BlockCopy, ResultCode
+from prefixcache.types import AppendResult, BlockCopy, BlockIds, ResultCode
 
 
 def num_blocks_of(num_tokens: int, block_size: int) -> int:
@@ -197,13 +197,29 @@ def release_all(pool: Pool, sequence: Sequence) -> None:
     del sequence.block_table[:]
 
 
+def release_written(pool: Pool, sequence: Sequence) -> BlockIds:
+    """`release_all`, but plain blocks that may still be written to are quarantined, and returned.
+
+    Those are the blocks that are not full with complete K/V of tokens, unless they are somebody's
+    hit, and the sources of copies.
+    """
+    account, holds = sequence.account, np.array(sequence.copy_holds, dtype=np.int32)
+    complete = min(sequence.num_computed, sequence.num_tokens)
+    first = max(complete, sequence.first_writable) // pool.block_size
+    sources = pool.quarantine(holds, 0, account)
+    unwritten = pool.quarantine(sequence.blocks(), first, account)
+    sequence.copy_holds.clear()
+    del sequence.block_table[:]
+    return np.concatenate((unwritten, sources))
+
+
 def _check_room(pool: Pool, sequence: Sequence, num_blocks: int, needed: int) -> None:
     """Raises for a sequence of `num_blocks` blocks, `needed` of them new."""
     account, returned = sequence.account, _num_only_held_by_copy(pool, sequence)
     check_quota(pool, account, num_blocks, max(0, needed - returned))
     available = pool.num_available(account)
     if needed > available + returned:
-        raise NoRoomError(needed, available, pool.num_referenced)
+        raise NoRoomError(needed, available, pool.num_referenced, quarantined=pool.num_quarantined)
 
 
 def _num_only_held_by_copy(pool: Pool, sequence: Sequence) -> int:

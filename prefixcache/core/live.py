@@ -18,6 +18,7 @@ from typing import NamedTuple
 from prefixcache.core import growth
 from prefixcache.core.pending import PendingBlocks
 from prefixcache.core.pool import PLAIN, Pool
+from prefixcache.core.quarantine import Quarantine
 from prefixcache.core.sequence import Sequence
 from prefixcache.core.sessions import CallOrder, Session, SessionLimits, Sessions, is_session_id
 from prefixcache.core.shares import Shares
@@ -98,6 +99,7 @@ class LiveSequences:
         session_limits: SessionLimits,
     ) -> None:
         self.sessions = Sessions(session_limits, clock)
+        self.quarantine = Quarantine(pool)
         self._pool = pool
         self._pending = pending
         self._owner_ttl_s = owner_ttl_s
@@ -240,11 +242,31 @@ class LiveSequences:
         self._pending.wake_owner(session.session_id)
         return len(sequences)
 
+    def lose_session(self, session: Session) -> int:
+        """`end_session`, which its client has not asked for: its writers may still be writing."""
+        record = self._session_owners.get(session.session_id)
+        if record is not None and session.attachments:
+            for sequence in record.sequences.values():
+                sequence.writers = session.attachments
+        return self.end_session(session)
+
+    def end_writer(self, attachment: int) -> int:
+        """Nobody writes through an attachment any more; returns how many blocks that frees."""
+        for session in self.sessions:
+            session.attachments.discard(attachment)
+        for sequence in self._dying.values():
+            if sequence.writers is not None:
+                sequence.writers.discard(attachment)
+        return self.quarantine.end_writer(attachment)
+
     def bury_if_idle(self, sequence: Sequence) -> None:
         """Give back the blocks of an ended sequence once no call runs on it."""
         if sequence.sequence_id in self._dying and not sequence.is_busy:
             del self._dying[sequence.sequence_id]
-            growth.release_all(self._pool, sequence)
+            if sequence.writers:
+                self.quarantine.give_back(sequence, sequence.writers)
+            else:
+                growth.release_all(self._pool, sequence)
 
     def expired(self) -> list[Sequence]:
         """Sequences of owners that made no call for the TTL and have none running; no sessions'."""

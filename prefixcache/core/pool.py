@@ -8,6 +8,10 @@ Not thread-safe: the core's lock guards it. A block is
     standby     referenced, with the content of a hash that another block is registered for;
                 takes over when that block is evicted
 
+A plain block with a ref count of 1 may be quarantined: then no sequence has it, and whoever put it
+there holds it (`prefixcache.core.quarantine`). referenced + quarantined + evictable + blank are all
+blocks.
+
 Invariants: the free queue holds exactly the blocks with ref count 0; index entries and registered
 blocks are a bijection; a standby's hash is in the index; cached blocks are prefix-closed (a
 findable block's parent is findable), since every holder of a block holds its ancestors, or

@@ -102,6 +102,8 @@ class Sequence:
     account: of the pool, which its blocks are charged to.
     commit_before: if the last call is an Append, the Commit just before it and its reply. An
     engine's step has both, and is repeated as a whole.
+    writers: of a sequence that has ended without its client having said so: attachments whose
+    processes may still write to its blocks; None if there were none.
     last_attention_start: by layer, where its last applied attention call began; a state call clears
     it.
     """
@@ -131,6 +133,7 @@ class Sequence:
     running_layers: set[int] = field(default_factory=set)
     is_copying: bool = False
     copy_holds: list[int] = field(default_factory=list)
+    writers: set[int] | None = None
 
     @property
     def num_tokens(self) -> int:

@@ -355,7 +355,8 @@ class Sequences:
         """The copies are done: their sources need no hold any more."""
         for sequence in ticket.sequences:
             sequence.is_copying = False
-            growth.release_copy_holds(self.pool, sequence)
+            if self.live.is_alive(sequence):
+                growth.release_copy_holds(self.pool, sequence)
             self.live.bury_if_idle(sequence)
 
     def commit(self, owner: bytes, rows: Iterable[CommitRow]) -> list[CommitResult]:
@@ -526,13 +527,36 @@ class Sequences:
         """End a session and its sequences; returns how many. Raises SessionNotFoundError."""
         return self.live.end_session(self.live.sessions.find(session_id))
 
+    # ---- writers outside
+
+    def attach(self, session_id: bytes, attachment: int) -> None:
+        """The process behind an attachment may write to a session's blocks itself, from now on.
+
+        If the session then ends unasked, its blocks that were not committed are quarantined until
+        `release_quarantine` of all its attachments. A client that closes the session, or frees or
+        cuts a sequence, has stopped writing there before it says so: that quarantines nothing.
+
+        attachment: a number of the caller's, for one process, that it never uses again; may be
+        attached to many sessions. Raises SessionNotFoundError.
+        """
+        self.live.sessions.renew(session_id).attachments.add(attachment)
+
+    def release_quarantine(self, attachment: int) -> int:
+        """The process behind an attachment has ended, or has no mapping any more.
+
+        Frees what it alone could still write to, and returns how many blocks that are. Live
+        sessions of the attachment go on without it. One that is not known is no error.
+        """
+        return self.live.end_writer(attachment)
+
     # ---- operators
 
     def reset(self, *, force: bool) -> int:
         """Drop every cached hash; returns how many there were.
 
         Raises BlocksInUseError if blocks are referenced, unless forced. Sequences alive at a
-        forced reset, and their forks, never register again.
+        forced reset, and their forks, never register again. Quarantined blocks stay where they are
+        and stand against no reset: nobody reads them.
         """
         if self.pool.num_referenced and not force:
             raise BlocksInUseError(self.pool.num_referenced)
@@ -555,7 +579,7 @@ class Sequences:
             self.live.end(sequence)
         num_expired = len(silent)
         for session in self.live.sessions.expired():
-            num_expired += self.live.end_session(session)
+            num_expired += self.live.lose_session(session)
             self.counters.expired_sessions += 1
         self.counters.expired_sequences += num_expired
         return num_expired
@@ -567,6 +591,7 @@ class Sequences:
             "num_blocks": pool.num_blocks,
             "block_size": pool.block_size,
             "referenced": pool.num_referenced,
+            "quarantined": pool.num_quarantined,
             "evictable": pool.num_evictable,
             "blank": pool.num_blank,
             "cached": pool.num_cached,

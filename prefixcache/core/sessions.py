@@ -17,7 +17,7 @@ from __future__ import annotations
 import hashlib
 import secrets
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from prefixcache.core.shares import Shares
@@ -54,6 +54,7 @@ class Session:
     stream: number of its KeepAlive stream; None if there is none now.
     broken_at_s: when its last stream broke; None while one is there, and before the first one.
     settled: its client waits for no call of this number or a lower one any more.
+    attachments: whose processes may write to the blocks of its sequences themselves.
     """
 
     session_id: bytes
@@ -68,6 +69,7 @@ class Session:
     stream: int | None = None
     broken_at_s: float | None = None
     settled: int = 0
+    attachments: set[int] = field(default_factory=set)
 
     @property
     def digest(self) -> str:

@@ -70,16 +70,17 @@ class CallStats:
 class PoolStats:
     """One consistent snapshot: counters since start and gauges of now.
 
-    referenced + evictable + blank = num_blocks, each >= 0. `slots_written` counts the token slots
-    of referenced blocks whose K/V are complete, `num_blocks * block_size` at most. `tenants`: those
-    of the auth file, and those that were; none without access control. `calls`: RPCs that were
-    called; the daemon, not the core, fills them in and `uptime_s`. Two snapshots are equal if the
-    pool is: when they were taken, and by which call, is no part of it.
+    referenced + quarantined + evictable + blank = num_blocks, each >= 0. `slots_written` counts the
+    token slots of referenced blocks whose K/V are complete, `num_blocks * block_size` at most.
+    `tenants`: those of the auth file, and those that were; none without access control. `calls`:
+    RPCs that were called; the daemon, not the core, fills them in and `uptime_s`. Two snapshots are
+    equal if the pool is: when they were taken, and by which call, is no part of it.
     """
 
     num_blocks: int
     block_size: int
     referenced: int
+    quarantined: int
     evictable: int
     blank: int
     cached: int

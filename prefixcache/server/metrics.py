@@ -110,9 +110,11 @@ COUNTERS = (
 GAUGES = (
     Family(
         "blocks",
-        "Blocks of the pool: held by a sequence or a call, free and findable, free and empty.",
+        "Blocks of the pool: held by a sequence or a call, kept until a writer has ended, free and "
+        "findable, free and empty.",
         (
             Value("referenced", "referenced"),
+            Value("quarantined", "quarantined"),
             Value("evictable", "evictable"),
             Value("blank", "blank"),
         ),

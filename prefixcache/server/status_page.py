@@ -121,7 +121,7 @@ def _about(seen: Overview) -> str:
 
 
 def _pool(stats: PoolStats) -> str:
-    parts = ("referenced", "evictable", "blank")
+    parts = ("referenced", "quarantined", "evictable", "blank")
     counts = [(name, getattr(stats, name)) for name in parts]
     label = ", ".join(f"{count} {name}" for name, count in counts)
     keys = "".join(

@@ -60,11 +60,15 @@ class Sweeper:
             expired_sessions = self._sequences.counters.expired_sessions
             num_expired = self._sequences.expire()
             num_sessions = self._sequences.counters.expired_sessions - expired_sessions
+            num_quarantined = self._sequences.pool.num_quarantined
         self._cut_stale_streams()
         self._due_s = self._clock() + self.interval_s
         if num_expired or num_sessions:
             _log.info(
-                "freed what nobody holds any more", sequences=num_expired, sessions=num_sessions
+                "freed what nobody holds any more",
+                sequences=num_expired,
+                sessions=num_sessions,
+                quarantined_blocks=num_quarantined,
             )
 
     def _run(self) -> None:

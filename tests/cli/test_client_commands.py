@@ -246,6 +246,18 @@ def test_stats_for_people_have_the_hit_rate_and_a_bar(capsys: pytest.CaptureFixt
     assert rows["evictions"] == "40"
 
 
+def test_quarantined_blocks_are_a_part_of_the_bar_if_there_are_any(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stats = dataclasses.replace(STATS, blank=150, quarantined=100)
+    monkeypatch.setattr(FakeClient, "stats", lambda client: stats)
+    rows = rows_of(run(capsys, "stats"))
+    assert rows["quarantined"] == "100"
+    bar, usage = rows["pool usage"].split(" ", 1)
+    assert bar == "#" * 14 + "!" * 2 + "+" * 10 + "." * 4
+    assert usage == "45.0% (# referenced, ! quarantined, + evictable, . blank)"
+
+
 def test_stats_have_a_row_a_tenant(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -184,6 +184,15 @@ def test_what_a_client_calls_itself_cannot_move_the_cursor() -> None:
     assert any("?[2Jevil" in line.plain for line in lines)
 
 
+def test_quarantined_blocks_are_shown_if_there_are_any() -> None:
+    shown = screen()
+    stats = replace(shown.seen.stats, blank=10, quarantined=10)
+    lines = render(replace(shown, seen=replace(shown.seen, stats=stats)), 100, 24)
+    bar, parts = (line.plain for line in lines[1:3])
+    assert re.search(r"#+!+\++\.+", bar)
+    assert "50 # referenced, 10 ! quarantined, 30 + evictable, 10 . blank" in parts
+
+
 def test_rates_and_their_course_are_shown() -> None:
     rates = (0.0, None, 0.5, 1.0)
     history = [Interval(n, n + 1.0, 5, rate, 4.0, 2.5, 10.0 * n) for n, rate in enumerate(rates)]

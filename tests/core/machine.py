@@ -636,6 +636,9 @@ class BlockManagerMachine(SessionRules, RuleBasedStateMachine):
         assert {name: getattr(stats, name) for name in expected_stats} == expected_stats
         # What the server adds.
         assert set(stats.__slots__) - set(expected_stats) <= {"calls", "uptime_s"}
+        assert self.sequences.live.quarantine.block_ids == [
+            block_id for kept in model.quarantine for block_id in kept.block_ids
+        ]
         self.accounts_agree()
         self.sessions_agree()
         holders = {holder.sequence_id: holder for holder in self.sequences.live.all_holders()}
@@ -692,7 +695,9 @@ class BlockManagerMachine(SessionRules, RuleBasedStateMachine):
         self.agrees_with_the_model()
         self.those_that_wait_have_something_to_wait_for()
         assert not self.waiters
-        assert self.sequences.pool.num_referenced == 0
+        for process in self.processes:
+            self.sequences.release_quarantine(process)
+        assert self.sequences.pool.num_free == self.sequences.pool.num_blocks
         assert self.sequences.stats().sequences == 0
 
 

@@ -19,6 +19,7 @@ from tests.support.model import Model
 OWNERS = (b"one", b"two", b"three")
 SLOTS = (b"slot 0", b"slot 1", b"slot 2")
 TTLS_S = (4.0, 12.0, 12.0)
+WRITERS = (0, 1, 2)
 OPEN_KEYS = ("", "", "o", "p")
 LIMITS = SessionLimits(max_sessions=3, max_ttl_s=60.0, max_sequences=4, reconnect_grace_s=2.0)
 
@@ -27,7 +28,8 @@ SLOT = st.sampled_from(SLOTS)
 
 class SessionRules:
     """`slots` has the model's name of each slot's session, `session_ids` the real id of a name,
-    and `streams` the number of a session's KeepAlive stream."""
+    `streams` the number of a session's KeepAlive stream, and `processes` the attachments of the
+    writers that run now; `num_released` blocks came back from quarantine as they ended."""
 
     sequences: Sequences
     model: Model
@@ -38,6 +40,8 @@ class SessionRules:
         self.slots: dict[bytes, bytes] = {}
         self.session_ids: dict[bytes, bytes] = {}
         self.streams: dict[bytes, int] = {}
+        self.processes = list(WRITERS)
+        self.num_released = 0
 
     def owner_in(self, slot: bytes) -> bytes:
         """The model's owner: a session's name, or one of `OWNERS` itself."""
@@ -96,6 +100,31 @@ class SessionRules:
 
         self.repeatable(step)
 
+    @rule(slot=SLOT, writer=st.sampled_from(WRITERS))
+    def attach(self, slot: bytes, writer: int) -> None:
+        name, process = self.owner_in(slot), self.processes[writer]
+        self.repeatable(
+            lambda: self.both(
+                lambda: self.sequences.attach(self.real(name), process),
+                lambda: self.model.attach(name, process),
+            )
+        )
+
+    @rule()
+    def write_strays(self) -> None:
+        """Processes that stood still go on, and find out later that their sessions are over."""
+        self.model.write_strays()
+
+    @rule(writer=st.sampled_from(WRITERS))
+    def end_process(self, writer: int) -> None:
+        """Another one takes its place, with a number of its own."""
+        process = self.processes[writer]
+        self.processes[writer] = max(self.processes) + 1
+        freed = self.sequences.release_quarantine(process)
+        self.num_released += freed
+        assert freed == self.model.end_process(process)
+        assert self.sequences.release_quarantine(process) == 0
+
     def sessions_agree(self) -> None:
         sessions = self.sequences.live.sessions
         assert [session.session_id for session in sessions] == [
@@ -105,6 +134,7 @@ class SessionRules:
             assert session.expires_at_s == expected.renewed_s + expected.ttl_s
             assert (session.stream is not None) == expected.has_stream
             assert session.broken_at_s == expected.broken_s
+            assert session.attachments == expected.attachments & self.model.running
         held = {info.digest: info.num_sequences for info in self._listed()}
         for session in sessions:
             owned = [s for s in self.sequences.live.by_id.values() if s.owner == session.session_id]

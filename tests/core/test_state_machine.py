@@ -18,7 +18,7 @@ from prefixcache.types import CacheUse, FullHit
 from tests.core.account_rules import GUARANTEES, LIMITS, AccountRules
 from tests.core.event_rules import EventRules
 from tests.core.machine import REQUEST_IDS, TRUNKS, BlockManagerMachine, NoStorageMachine
-from tests.core.session_rules import OPEN_KEYS, OWNERS, SLOTS, TTLS_S
+from tests.core.session_rules import OPEN_KEYS, OWNERS, SLOTS, TTLS_S, WRITERS
 
 
 def always_collides(data: bytes) -> bytes:
@@ -91,7 +91,9 @@ def draw_prompt(rng: random.Random) -> list[int]:
     return trunk + [rng.randrange(2) for _ in range(rng.randrange(1, 5))]
 
 
-def draw_step(rng: random.Random, machine: BlockManagerMachine) -> tuple[str, dict[str, Any]]:
+def draw_step(
+    rng: random.Random, machine: BlockManagerMachine, weights: dict[str, int]
+) -> tuple[str, dict[str, Any]]:
     """A rule and its arguments, weighted so that the pool is full of shared prefixes."""
 
     def rarely(one_in: int) -> bool:
@@ -100,7 +102,7 @@ def draw_step(rng: random.Random, machine: BlockManagerMachine) -> tuple[str, di
     pick, slip = {"number": rng.randrange(8), "stranger": rarely(40)}, rng.choice((1, -1))
     slip = slip if rarely(25) else 0
     kind = rng.randrange(7) if rarely(4) else 0
-    name = rng.choices(list(WALK), list(WALK.values()))[0]
+    name = rng.choices(list(weights), list(weights.values()))[0]
     arguments: dict[str, dict[str, Any]] = {
         "lookup": {
             "slot": rng.choice((*OWNERS, *SLOTS)),
@@ -153,6 +155,9 @@ def draw_step(rng: random.Random, machine: BlockManagerMachine) -> tuple[str, di
         "connect_session": {"slot": rng.choice(SLOTS)},
         "break_stream": {"slot": rng.choice(SLOTS)},
         "close_session": {"slot": rng.choice(SLOTS)},
+        "attach": {"slot": rng.choice(SLOTS), "writer": rng.choice(WRITERS)},
+        "write_strays": {},
+        "end_process": {"writer": rng.choice(WRITERS)},
         "finish_copies": {},
         "repeat": {},
         "reset": {"force": rarely(3)},
@@ -187,11 +192,33 @@ WALK = {
     "connect_session": 2,
     "break_stream": 2,
     "close_session": 1,
+    "attach": 5,
+    "write_strays": 4,
+    "end_process": 2,
     "set_quota": 4,
 }
 
 
-def walk(machine_class: type[BlockManagerMachine], seed: int, num_steps: int) -> None:
+WRITERS_WALK = WALK | {
+    "allocate": 60,
+    "free": 9,
+    "press": 3,
+    "open_session": 30,
+    "connect_session": 10,
+    "break_stream": 10,
+    "attach": 40,
+    "expire": 12,
+    "write_strays": 10,
+    "end_process": 4,
+}
+
+
+def walk(
+    machine_class: type[BlockManagerMachine],
+    seed: int,
+    num_steps: int,
+    weights: dict[str, int] = WALK,
+) -> BlockManagerMachine:
     """A long random history. Hypothesis finds short failures; this one reaches deep states."""
     rng = random.Random(seed)
     machine = machine_class()
@@ -199,7 +226,7 @@ def walk(machine_class: type[BlockManagerMachine], seed: int, num_steps: int) ->
         num_blocks=rng.randrange(4, 41), block_size=rng.choice((1, 2, 2, 4, 4)), caching=True
     )
     for number in range(num_steps):
-        name, arguments = draw_step(rng, machine)
+        name, arguments = draw_step(rng, machine, weights)
         able = {
             "end_attention": machine.attention,
             "repeat": machine.last_step,
@@ -215,6 +242,7 @@ def walk(machine_class: type[BlockManagerMachine], seed: int, num_steps: int) ->
             error.add_note(f"seed {seed}, step {number}: {name}({arguments})")
             raise
     machine.teardown()
+    return machine
 
 
 MACHINES = (
@@ -231,6 +259,13 @@ WATCHED_MACHINES = (
     WatchedTenantsMachine,
 )
 TENANT_MACHINES = (TenantsMachine, NoStorageTenantsMachine, CollidingTenantsMachine)
+WRITERS_MACHINES = (
+    BlockManagerMachine,
+    NoStorageMachine,
+    TwoBitMachine,
+    TenantsMachine,
+    WatchedTenantsMachine,
+)
 
 
 @pytest.mark.parametrize("machine", MACHINES)
@@ -264,13 +299,21 @@ def test_long_random_histories_agree_with_the_naive_model(
         walk(machine, seed, 250)
 
 
+@pytest.mark.parametrize("machine", WRITERS_MACHINES)
+def test_what_writers_of_lost_sessions_still_write_is_in_nobodys_blocks(
+    machine: type[BlockManagerMachine],
+) -> None:
+    walks = [walk(machine, seed, 300, WRITERS_WALK) for seed in range(20)]
+    assert sum(one.num_released for one in walks) > 10
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("machine", MACHINES + TENANT_MACHINES + WATCHED_MACHINES)
 def test_a_hundred_thousand_random_calls_agree_with_the_naive_model(
     machine: type[BlockManagerMachine],
 ) -> None:
     for seed in range(1000, 1100):
-        walk(machine, seed, 1000)
+        walk(machine, seed, 1000, WRITERS_WALK if seed % 2 else WALK)
 
 
 @pytest.mark.slow

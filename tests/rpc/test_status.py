@@ -48,6 +48,7 @@ EXAMPLES = {
         errors.EventsGoneError(7, 20, 30),
         errors.ResourceExhaustedError("a quota"),
         errors.NoRoomError(12, 3, 40),
+        errors.NoRoomError(12, 3, 40, quarantined=2),
         errors.QuotaExceededError(12, 3, 14),
         errors.TooManyStreamsError(256),
         errors.TooManySessionsError(256),

@@ -15,6 +15,7 @@ from prefixcache.core.form import FORM
 from prefixcache.core.stats import Counters
 from prefixcache.core.tenants import TenantQuota
 from prefixcache.rpc import wire
+from prefixcache.rpc._pb import session_pb2
 from prefixcache.server.call_counts import DURATION_BOUNDS_S
 from prefixcache.server.daemon import CacheOptions
 from prefixcache.server.metrics import COUNTERS, make_registry
@@ -48,6 +49,24 @@ def test_a_fresh_daemon_says_zeros(running: RunningDaemon, stubs: Stubs) -> None
     found = agreed(running, stubs)
     assert found["prefixcache_blocks", {"state": "blank"}] == NUM_BLOCKS
     assert found.total("prefixcache_rpc_total") == 0
+
+
+def test_blocks_that_a_lost_writer_may_still_write_to_are_a_state_of_their_own(
+    running: RunningDaemon, stubs: Stubs
+) -> None:
+    sequences = running.daemon.sequences
+    opened = stubs.call("OpenSession", session_pb2.OpenSessionRequest(ttl_s=60))
+    with sequences.lock:
+        sequences.attach(opened.session_id, 1)
+    Peer(stubs, owner=opened.session_id).allocate(range(6))
+    with sequences.lock:
+        sequences.live.lose_session(sequences.live.sessions.find(opened.session_id))
+    found = agreed(running, stubs)
+    assert found["prefixcache_blocks", {"state": "quarantined"}] == 2
+    assert found["prefixcache_blocks", {"state": "referenced"}] == 0
+    with sequences.lock:
+        sequences.release_quarantine(1)
+    assert agreed(running, stubs)["prefixcache_blocks", {"state": "blank"}] == NUM_BLOCKS
 
 
 def test_numbers_are_those_of_get_stats(running: RunningDaemon, stubs: Stubs) -> None:

@@ -22,7 +22,7 @@ def check_invariants(
     that no findable block has an unfindable parent.
     """
     pool, holders = sequences.pool, list(sequences.live.all_holders())
-    _check_references(pool, holders)
+    _check_references(pool, holders, sequences.live.quarantine.block_ids)
     _check_free_queue(pool)
     _check_index(pool)
     _check_tables(pool, holders)
@@ -43,6 +43,8 @@ def snapshot(sequences: Sequences) -> dict[str, Any]:
         "stats": {name: getattr(stats, name) for name in stats.__slots__ if name not in refusals},
         "accounts": [pool.account(number) for number in range(pool.num_accounts)],
         "sequences": [_progress(sequence) for sequence in sequences.live.all_holders()],
+        "quarantined": sequences.live.quarantine.block_ids,
+        "attachments": [sorted(session.attachments) for session in sequences.live.sessions],
     }
 
 
@@ -66,8 +68,13 @@ def _progress(sequence: Sequence) -> tuple[Any, ...]:
     )
 
 
-def _check_references(pool: Pool, holders: Iterable[Sequence]) -> None:
-    held: Counter[int] = Counter()
+def _check_references(pool: Pool, holders: Iterable[Sequence], quarantined: list[int]) -> None:
+    """A quarantined block is held by nothing else, and its content is nobody's."""
+    held: Counter[int] = Counter(quarantined)
+    assert pool.num_quarantined == len(quarantined)
+    for block in quarantined:
+        assert pool.ref_cnt[block] == held[block] == 1
+        assert pool.state_of(block) == PLAIN
     for sequence in holders:
         held.update(sequence.block_table)
         held.update(sequence.copy_holds)
@@ -78,7 +85,7 @@ def _check_free_queue(pool: Pool) -> None:
     order = pool.free_order().tolist()
     assert len(order) == len(set(order)) == pool.num_free
     assert set(order) == {block for block in range(pool.num_blocks) if pool.ref_cnt[block] == 0}
-    assert pool.num_free + pool.num_referenced == pool.num_blocks
+    assert pool.num_free + pool.num_referenced + pool.num_quarantined == pool.num_blocks
     _check_accounts(pool)
     cached = [block for block in order if pool.state_of(block) == REGISTERED]
     assert pool.num_evictable == len(cached)
@@ -89,15 +96,16 @@ def _check_accounts(pool: Pool) -> None:
     accounts = [pool.account(number) for number in range(pool.num_accounts)]
     assert sum(account.evictable for account in accounts) == pool.num_evictable
     assert sum(account.evictions for account in accounts) == pool.num_evictions
-    assert sum(account.private for account in accounts) <= pool.num_referenced
-    assert sum(account.held for account in accounts) >= pool.num_referenced
+    num_held = pool.num_referenced + pool.num_quarantined
+    assert sum(account.private for account in accounts) <= num_held
+    assert sum(account.held for account in accounts) >= num_held
     if pool.num_unreserved() < 0:
         return
     for number, account in enumerate(accounts):
         # What is left of a guarantee can always be had, and nobody holds more than the others'
         # guarantees leave.
         assert account.private + pool.num_available(number) >= account.guaranteed
-        assert account.held <= pool.num_referenced
+        assert account.held <= num_held
         assert pool.num_available(number) <= pool.num_free
 
 
@@ -137,8 +145,9 @@ def _check_tables(pool: Pool, holders: Iterable[Sequence]) -> None:
 
 def _check_stats(sequences: Sequences) -> None:
     stats = sequences.stats()
-    assert stats.referenced + stats.evictable + stats.blank == stats.num_blocks
-    assert min(stats.referenced, stats.evictable, stats.blank) >= 0
+    parts = (stats.referenced, stats.quarantined, stats.evictable, stats.blank)
+    assert sum(parts) == stats.num_blocks
+    assert min(parts) >= 0
     assert 0 <= stats.slots_written <= stats.referenced * stats.block_size
     assert 0.0 <= stats.hit_rate <= 1.0
     assert 0.0 <= stats.pool_usage <= 1.0

@@ -29,6 +29,7 @@ from tests.support.model_accounts import (
     ModelAccounts,
     Refused,
 )
+from tests.support.model_quarantine import ModelQuarantine, Quarantined
 
 HashBlock = Callable[[bytes, tuple[int, ...], tuple[tuple, ...]], bytes]
 """(parent, token ids, extra keys) -> digest."""
@@ -75,6 +76,8 @@ class ModelSequence:
     running: set[int] = field(default_factory=set)
     is_copying: bool = False
     alive: bool = True
+    writers: frozenset[int] = frozenset()
+    """Processes that may write to it although it has ended."""
     last: tuple | None = None
     reply: object = None
     commit_before: tuple | None = None
@@ -93,6 +96,7 @@ class ModelSession:
     renewed_s: float
     has_stream: bool = False
     broken_s: float | None = None
+    attachments: set[int] = field(default_factory=set)
 
 
 def cbor_hash_block(digest: Callable[[bytes], bytes]) -> HashBlock:
@@ -104,7 +108,7 @@ def cbor_hash_block(digest: Callable[[bytes], bytes]) -> HashBlock:
     return hash_block
 
 
-class Model(ModelAccounts):
+class Model(ModelQuarantine, ModelAccounts):
     """The whole block manager. `hash_block` decides which contents collide."""
 
     def __init__(
@@ -142,6 +146,9 @@ class Model(ModelAccounts):
         self.max_sessions = max_sessions
         self.max_sequences = max_sequences
         self.grace_s = grace_s
+        self.running: set[int] = set()
+        self.quarantine = []
+        self.strays = []
         self.evictions = 0
         self.accounts = [ModelAccount(group=0)]
         self.counts = dict.fromkeys(
@@ -434,8 +441,9 @@ class Model(ModelAccounts):
 
     def end_copies(self, name: int) -> None:
         sequence = self._any(name)
-        self._end_holds(sequence)
         sequence.is_copying = False
+        if sequence.alive:
+            self._end_holds(sequence)
         self._bury(sequence)
 
     def begin_attention(
@@ -513,6 +521,12 @@ class Model(ModelAccounts):
             session = self.sessions[name]
             session.has_stream, session.broken_s = False, self.now_s
 
+    def attach(self, name: bytes, process: int) -> None:
+        session = self._session(name)
+        session.renewed_s = self.now_s
+        session.attachments.add(process)
+        self.running.add(process)
+
     def close_session(self, name: bytes) -> int:
         self._session(name)
         del self.sessions[name]
@@ -541,7 +555,7 @@ class Model(ModelAccounts):
     # ---- operators
 
     def reset(self, *, force: bool) -> int:
-        referenced = sum(block.refs > 0 for block in self.blocks)
+        referenced = self._num_referenced()
         if referenced and not force:
             raise Refused("BlocksInUseError", referenced=referenced)
         dropped = len(self.index)
@@ -564,6 +578,10 @@ class Model(ModelAccounts):
         ]
         over = [session.name for session in self.sessions.values() if self._is_over(session)]
         for name in over:
+            writers = frozenset(self.sessions[name].attachments)
+            for sequence in self._live(name):
+                sequence.writers = writers
+                self.remember_strays(sequence, writers)
             del self.sessions[name]
         self.counts["expired_sessions"] += len(over)
         ended = [sequence for owner in [*silent, *over] for sequence in self._live(owner)]
@@ -579,7 +597,8 @@ class Model(ModelAccounts):
             **self.counts,
             "num_blocks": len(self.blocks),
             "block_size": self.size,
-            "referenced": len(self.blocks) - len(free),
+            "referenced": self._num_referenced(),
+            "quarantined": self.num_quarantined(),
             "evictable": evictable,
             "blank": len(free) - evictable,
             "cached": len(self.index),
@@ -826,9 +845,20 @@ class Model(ModelAccounts):
 
     def _bury(self, sequence: ModelSequence) -> None:
         if not sequence.alive and not sequence.busy and sequence in self.dying:
+            if sequence.writers & self.running:
+                self._keep_unwritten(sequence)
             self._end_holds(sequence)
             self._release(sequence.table, sequence.account)
             self.dying.remove(sequence)
+
+    def _keep_unwritten(self, sequence: ModelSequence) -> None:
+        """What stays in quarantine is not the sequence's any more."""
+        sources = [block_id for block_id in sequence.holds if self._is_only_holder(block_id)]
+        kept = self.unwritten_blocks(sequence) + sources
+        if kept:
+            self.quarantine.append(Quarantined(sequence.writers, sequence.account, kept))
+        sequence.holds = [block_id for block_id in sequence.holds if block_id not in kept]
+        sequence.table = [block_id for block_id in sequence.table if block_id not in kept]
 
     def _end_holds(self, sequence: ModelSequence) -> None:
         """The copy, which had time until now, is made, and its source let go."""

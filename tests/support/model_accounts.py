@@ -147,8 +147,16 @@ class ModelAccounts:
         self._check_limit(account, num_blocks, added)
         available = self.available(account, self._for_sharing(account, hits))
         if needed > available:
-            referenced = len(self.blocks) - len(self.free_ids)
-            raise Refused("NoRoomError", needed=needed, free=available, referenced=referenced)
+            numbers = {"needed": needed, "free": available, "referenced": self._num_referenced()}
+            if self.num_quarantined():
+                numbers["quarantined"] = self.num_quarantined()
+            raise Refused("NoRoomError", **numbers)
+
+    def num_quarantined(self) -> int:
+        raise NotImplementedError
+
+    def _num_referenced(self) -> int:
+        return len(self.blocks) - len(self.free_ids) - self.num_quarantined()
 
     def _check_limit(self, account: int, num_blocks: int, added: int) -> None:
         held, allowed = self.held(account), self.allowed(account)

@@ -93,7 +93,7 @@ def assert_agreement(found: Scrape, stats: admin_pb2.GetStatsResponse) -> None:
     ):
         assert found[f"prefixcache_{name}_total"] == getattr(stats, name), name
     assert found.total("prefixcache_evictions_total") == stats.evictions
-    for state in ("referenced", "evictable", "blank"):
+    for state in ("referenced", "quarantined", "evictable", "blank"):
         assert found["prefixcache_blocks", {"state": state}] == getattr(stats, state)
     for source in ("computed", "cached"):
         labels = {"source": source}

@@ -154,6 +154,7 @@ cdef class Pool:
     cdef readonly int64_t num_evictions
     cdef readonly int64_t num_evictable
     cdef readonly int64_t num_free
+    cdef readonly int64_t num_quarantined
     cdef readonly bint keeps_accounts
     cdef account_book _book
     cdef object _sharers

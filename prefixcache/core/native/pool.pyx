@@ -124,7 +124,8 @@ cdef class Pool:
 
     @property
     def num_referenced(self):
-        return self.num_blocks - self.num_free
+        """Those in quarantine are not among them, though they have a ref count of 1."""
+        return self.num_blocks - self.num_free - self.num_quarantined
 
     @property
     def num_cached(self):
@@ -385,6 +386,31 @@ cdef class Pool:
         self.num_free += num_freed
         self.num_evictable += num_registered
 
+    def quarantine(self, const int32_t[::1] block_ids, Py_ssize_t start, int32_t account=0):
+        """`release`, but for plain blocks from place `start` on that nobody else has.
+
+        Returns those. They keep their reference and are quarantined until `end_quarantine`: neither
+        free nor anybody's.
+        """
+        cdef Py_ssize_t index
+        cdef int32_t block
+        self._check_all(block_ids)
+        stays = np.zeros(block_ids.shape[0], dtype=bool)
+        cdef uint8_t[::1] flags = stays.view(np.uint8)
+        for index in range(max(0, start), block_ids.shape[0]):
+            block = block_ids[index]
+            flags[index] = self._refs[block] == 1 and self._state[block] == PLAIN
+        columns = np.asarray(block_ids)
+        self.release(columns[~stays], account)
+        quarantined = columns[stays]
+        self.num_quarantined += len(quarantined)
+        return quarantined
+
+    def end_quarantine(self, const int32_t[::1] block_ids, int32_t account=0):
+        """Quarantined blocks are blank from now on."""
+        self.num_quarantined -= block_ids.shape[0]
+        self.release(block_ids, account)
+
     def register(self, const int32_t[::1] block_ids, chain, parent):
         """Make referenced plain blocks, whose K/V are complete, findable by their hashes.
 
@@ -515,7 +541,7 @@ cdef class Pool:
         """An account as it stands."""
         self._check_account(account)
         if not self.keeps_accounts:
-            held = self.num_referenced
+            held = self.num_blocks - self.num_free
             return AccountUse(0, 0, None, held, held, self.num_evictable, self.num_evictions)
         one = self._book.all[account]
         return AccountUse(
@@ -529,7 +555,7 @@ cdef class Pool:
         )
 
     def num_unreserved(self):
-        """Blocks that are neither referenced nor guaranteed to an account that lacks them.
+        """Blocks that are neither held nor guaranteed to an account that lacks them.
 
         Below 0 while borrowed blocks stand against a guarantee that was raised.
         """
@@ -555,9 +581,11 @@ cdef class Pool:
         return self._book.all[account].max_blocks
 
     def num_held(self, int32_t account=0):
-        """Blocks that an account references."""
+        """Blocks that an account references, or has in quarantine."""
         self._check_account(account)
-        return book_held(&self._book, account) if self.keeps_accounts else self.num_referenced
+        if self.keeps_accounts:
+            return book_held(&self._book, account)
+        return self.num_blocks - self.num_free
 
     def count_hits(self, const int32_t[::1] block_ids, int32_t account=0):
         """What it would take an account to reference distinct cached blocks. Changes nothing."""
@@ -600,7 +628,7 @@ cdef class Pool:
         book.num_blocks = self.num_blocks
         book.count = book.num_groups = 1
         book.groups[0].queue = &self._queue.queue
-        change_charged(book, 0, self.num_referenced, 0)
+        change_charged(book, 0, self.num_blocks - self.num_free, 0)
         change_evictable(book, 0, self.num_evictable)
         book.all[0].evictions = self.num_evictions
         book.all[0].max_blocks = _NO_LIMIT

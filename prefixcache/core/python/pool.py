@@ -59,6 +59,7 @@ class Pool:
         self._queue = FreeQueue(num_blocks)
         self._num_free = num_blocks
         self._num_evictable = 0
+        self._num_quarantined = 0
         self._accounts: Accounts | None = None
         has_nodes = verify_hits or events is not None
         self._nodes = Nodes(num_blocks) if has_nodes else None
@@ -84,8 +85,13 @@ class Pool:
         return self._num_free - self._num_evictable
 
     @property
+    def num_quarantined(self) -> int:
+        return self._num_quarantined
+
+    @property
     def num_referenced(self) -> int:
-        return self.num_blocks - self._num_free
+        """Those in quarantine are not among them, though they have a ref count of 1."""
+        return self.num_blocks - self._num_free - self._num_quarantined
 
     @property
     def num_cached(self) -> int:
@@ -236,6 +242,24 @@ class Pool:
             self._accounts.push_tail(to_tail)
         self._queue.push_head(freed[~registered])
 
+    def quarantine(self, block_ids: BlockIds, start: int, account: int = 0) -> BlockIds:
+        """`release`, but for plain blocks from place `start` on that nobody else has.
+
+        Returns those. They keep their reference and are quarantined until `end_quarantine`: neither
+        free nor anybody's.
+        """
+        stays = (self.ref_cnt[block_ids] == 1) & (self._state[block_ids] == PLAIN)
+        stays[:start] = False
+        self.release(block_ids[~stays], account)
+        quarantined: BlockIds = block_ids[stays]
+        self._num_quarantined += len(quarantined)
+        return quarantined
+
+    def end_quarantine(self, block_ids: BlockIds, account: int = 0) -> None:
+        """Quarantined blocks are blank from now on."""
+        self._num_quarantined -= len(block_ids)
+        self.release(block_ids, account)
+
     def register(self, block_ids: BlockIds, chain: Chain, parent: int | None) -> int:
         """Make referenced plain blocks, whose K/V are complete, findable by their hashes.
 
@@ -314,7 +338,8 @@ class Pool:
         accounts = self._accounts
         if accounts is None:
             accounts = Accounts(self._queue, self.num_blocks)
-            accounts.start(self.num_referenced, self._num_evictable, self.num_evictions)
+            num_held = self.num_blocks - self._num_free
+            accounts.start(num_held, self._num_evictable, self.num_evictions)
         accounts.set_rules(account, group, guaranteed, max_blocks)
         self._accounts = accounts
 
@@ -322,11 +347,11 @@ class Pool:
         """An account as it stands."""
         if self._accounts is not None:
             return self._accounts.use(account)
-        held = self.num_referenced
+        held = self.num_blocks - self._num_free
         return AccountUse(0, 0, None, held, held, self._num_evictable, self.num_evictions)
 
     def num_unreserved(self) -> int:
-        """Blocks that are neither referenced nor guaranteed to an account that lacks them.
+        """Blocks that are neither held nor guaranteed to an account that lacks them.
 
         Below 0 while borrowed blocks stand against a guarantee that was raised.
         """
@@ -349,9 +374,9 @@ class Pool:
         return None if self._accounts is None else self._accounts.use(account).max_blocks
 
     def num_held(self, account: int = 0) -> int:
-        """Blocks that an account references."""
+        """Blocks that an account references, or has in quarantine."""
         if self._accounts is None:
-            return self.num_referenced
+            return self.num_blocks - self._num_free
         return self._accounts.use(account).held
 
     def count_hits(self, block_ids: BlockIds, account: int = 0) -> HitCounts:
