@@ -10,7 +10,9 @@ one of bytes.
 
 from __future__ import annotations
 
+import enum
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -64,13 +66,20 @@ class Event(NamedTuple):
     num_bytes: int
 
 
+class Reader(enum.StrEnum):
+    """How somebody reads the events."""
+
+    WATCH = "watch"
+    ZMQ = "zmq"
+
+
 class EventLog:
     """The last events, of at most `max_bytes` together. A run that is cut stays in memory whole.
 
     max_event_bytes: of one, unless it has a single block; less where messages must be smaller.
 
-    Numbers go from 0 without gaps; those of `[first_number, next_number)` are there. Guarded by the
-    core's lock.
+    Numbers go from 0 without gaps; those of `[first_number, next_number)` are there. num_gaps: how
+    often a reader was too slow and missed some. Guarded by the core's lock.
     """
 
     def __init__(
@@ -85,6 +94,7 @@ class EventLog:
         self.first_number = 0
         self.next_number = 0
         self.num_bytes = 0
+        self.num_gaps = Counter[Reader]()
         self.max_event_bytes = max_event_bytes
         self._max_bytes = max_bytes
         self._clock = clock

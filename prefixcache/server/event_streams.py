@@ -13,7 +13,7 @@ from typing import Any
 
 import grpc
 
-from prefixcache.core.events import Event, EventLog, Removed, Stored
+from prefixcache.core.events import Event, EventLog, Reader, Removed, Stored
 from prefixcache.core.sequences import Sequences
 from prefixcache.core.snapshot import CachedBlocks
 from prefixcache.errors import CancelledCallError, DrainingError, EventsGoneError, EventsOffError
@@ -99,7 +99,9 @@ class EventStreams:
                 raise DrainingError
             with self._sequences.lock:
                 first, events = log.first_number, log.read(number)
-                if not events:
+                if number < first:
+                    log.num_gaps[Reader.WATCH] += 1
+                elif not events:
                     log.wake_at_next(woken.set)
             if number < first:
                 yield self._response(first, [_lost(number, first)])

@@ -47,6 +47,8 @@ from prefixcache.storage.fixed_scales import FixedScales, read_scale_file
 from prefixcache.storage.layout import Layout, num_blocks_for_memory
 
 if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
+
     from prefixcache.server.tracing import Tracing
     from prefixcache.server.zmq_publisher import ZmqPublisher
 
@@ -85,7 +87,10 @@ def run(config: ServeConfig, read_config: Callable[[], ServeConfig]) -> int:
         addresses = config.network.addresses or (default_listen_address(os.environ),)
         bound = [_listen(server, gate, peers, address, resources) for address in addresses]
         observer = Observer(daemon, server.call_counts, lambda: server.is_serving)
-        metrics = _listen_for_metrics(config.metrics.address, daemon, server, observer, resources)
+        make_registry = partial(_make_registry, daemon, server, recorder)
+        metrics = _listen_for_metrics(
+            config.metrics.address, make_registry, server, observer, resources
+        )
         publisher = _make_publisher(config.events, daemon, resources)
         peers.start()
         _settle_objects()
@@ -300,7 +305,7 @@ def _listen(
 
 def _listen_for_metrics(
     address: Address | None,
-    daemon: Daemon,
+    make_registry: Callable[[], CollectorRegistry],
     server: RpcServer,
     observer: Observer,
     resources: ExitStack,
@@ -308,21 +313,27 @@ def _listen_for_metrics(
     """Serve metrics and a status page until the daemon ends, its drain included; returns where."""
     if address is None:
         return None
-    from prefixcache.server.metrics import make_registry
     from prefixcache.server.metrics_http import MetricsServer
     from prefixcache.server.status_page import make_pages
 
     claim = None
     if isinstance(address, UnixAddress):
         claim = _claim(address, "metrics_listen", resources)
-    registry = make_registry(daemon, server.call_counts)
     pages = make_pages(observer)
-    metrics = MetricsServer(address, registry, lambda: server.is_serving, pages)
+    metrics = MetricsServer(address, make_registry(), lambda: server.is_serving, pages)
     resources.callback(metrics.close)
     if claim is not None:
         claim.open_to_group()
     metrics.start()
     return str(metrics.address)
+
+
+def _make_registry(
+    daemon: Daemon, server: RpcServer, recorder: Recorder | None
+) -> CollectorRegistry:
+    from prefixcache.server.metrics import make_registry
+
+    return make_registry(daemon, server.call_counts, recorder)
 
 
 def _make_publisher(

@@ -27,11 +27,13 @@ from prometheus_client.core import (
 )
 
 from prefixcache.core.block_ages import BlockAges
+from prefixcache.core.events import EventLog, Reader
 from prefixcache.core.histogram import Histogram
 from prefixcache.core.stats import TenantStats
 from prefixcache.rpc._pb import cache_pb2
 from prefixcache.server.call_counts import CallCounts
 from prefixcache.server.daemon import Daemon
+from prefixcache.server.recorder import Recorder
 
 PREFIX = "prefixcache_"
 
@@ -129,11 +131,14 @@ GAUGES = (
 
 
 class DaemonCollector:
-    """Reads one daemon at each scrape. call_counts: of its RPC server."""
+    """Reads one daemon at each scrape. call_counts: of its RPC server. recorder: if it has one."""
 
-    def __init__(self, daemon: Daemon, call_counts: Mapping[str, CallCounts]) -> None:
+    def __init__(
+        self, daemon: Daemon, call_counts: Mapping[str, CallCounts], recorder: Recorder | None
+    ) -> None:
         self._sequences = daemon.sequences
         self._call_counts = call_counts
+        self._recorder = recorder
         self._constant = tuple(_info_metrics(daemon.info))
 
     def collect(self) -> Iterator[Metric]:
@@ -141,6 +146,7 @@ class DaemonCollector:
             counts = self._sequences.counts()
             ages = self._sequences.pool.ages()
             tenants = self._sequences.tenants.stats()
+            events = tuple(_event_metrics(self._sequences.pool.events))
         for family in COUNTERS:
             yield _filled(CounterMetricFamily(PREFIX + family.name, family.help), family, counts)
         for family in GAUGES:
@@ -152,14 +158,22 @@ class DaemonCollector:
         )
         yield from _age_metrics(ages)
         yield from _tenant_metrics(tenants)
+        yield from events
+        yield CounterMetricFamily(
+            PREFIX + "record_missing_requests",
+            "Requests that are not in the record, as the disk was too slow, or is full.",
+            self._recorder.num_dropped if self._recorder is not None else 0,
+        )
         yield from _call_metrics(self._call_counts)
         yield from self._constant
 
 
-def make_registry(daemon: Daemon, call_counts: Mapping[str, CallCounts]) -> CollectorRegistry:
+def make_registry(
+    daemon: Daemon, call_counts: Mapping[str, CallCounts], recorder: Recorder | None = None
+) -> CollectorRegistry:
     """The daemon's metrics, and those of its process and of Python's collector of garbage."""
     registry = CollectorRegistry(auto_describe=True)
-    registry.register(DaemonCollector(daemon, call_counts))
+    registry.register(DaemonCollector(daemon, call_counts, recorder))
     ProcessCollector(registry=registry)
     GCCollector(registry=registry)
     PlatformCollector(registry=registry)
@@ -231,6 +245,23 @@ def _tenant_metrics(tenants: Iterable[TenantStats]) -> Iterator[Metric]:
         evictions.add_metric(name, tenant.evictions)
         refused.add_metric(name, tenant.refused)
     return iter((blocks, quota, evictions, refused))
+
+
+def _event_metrics(log: EventLog | None) -> Iterator[Metric]:
+    """Read under the core's lock."""
+    yield CounterMetricFamily(
+        PREFIX + "events",
+        "Changes of the cache that readers of events are told.",
+        log.next_number if log is not None else 0,
+    )
+    gaps = CounterMetricFamily(
+        PREFIX + "event_gaps",
+        "Times that a reader of events was too slow and missed some, by how it reads.",
+        labels=("reader",),
+    )
+    for reader in Reader:
+        gaps.add_metric((reader,), log.num_gaps[reader] if log is not None else 0)
+    yield gaps
 
 
 def _call_metrics(call_counts: Mapping[str, CallCounts]) -> Iterable[Metric]:

@@ -3,7 +3,8 @@
 A PUB socket sends `(topic, number, payload)` for each event; the number is the event's own, 8 bytes
 big-endian. A ROUTER socket answers `(b"", number)` with the events from that number on, as far as
 the daemon's buffer has them, each as `(b"", topic, number, payload)`, and at the end with
-`(b"", b"", -1, b"")`. A subscriber sees a gap in the numbers when it, or this thread, was too slow.
+`(b"", b"", -1, b"")`. A subscriber sees a gap in the numbers when it, or this thread, was too slow;
+each beginning of a gap is counted.
 
 One thread owns both sockets, after `start`, and reads the events as any watcher does. Needs pyzmq
 (`pip install 'prefixcache[events]'`).
@@ -19,13 +20,13 @@ from functools import partial
 import structlog
 import zmq
 
-from prefixcache.core.events import Event, EventLog
+from prefixcache.core.events import Event, EventLog, Reader
 from prefixcache.core.sequences import Sequences
 from prefixcache.errors import InvalidArgumentError
 
 _END = (-1).to_bytes(8, "big", signed=True)
 _MAX_UNREAD = 1024
-"""Messages that wait for one peer. More are dropped for a subscriber, and kept back in a replay."""
+"""Messages that wait for one peer."""
 _MAX_REPLAYS = 16
 _REPLAY_RETRY_MS = 10
 _LINGER_MS = 500
@@ -36,7 +37,8 @@ _log = structlog.get_logger(__name__)
 class ZmqPublisher:
     """endpoint, replay_endpoint: `tcp://host:port`, bound at once.
 
-    encode: the payload of an event. max_unread_replies: messages of a replay that wait for its
+    encode: the payload of an event. max_unread_events: messages that wait for one subscriber; it
+    misses the others. max_unread_replies: messages of a replay that wait for its
     peer; the others are sent as it reads.
 
     Raises InvalidArgumentError if an address cannot be bound.
@@ -49,6 +51,7 @@ class ZmqPublisher:
         endpoint: str,
         replay_endpoint: str | None = None,
         topic: str = "",
+        max_unread_events: int = _MAX_UNREAD,
         max_unread_replies: int = _MAX_UNREAD,
     ) -> None:
         log = sequences.pool.events
@@ -65,7 +68,8 @@ class ZmqPublisher:
         self._wake = partial(os.eventfd_write, self._wake_fd, 1)
         try:
             publisher = self._context.socket(zmq.PUB)
-            publisher.set_hwm(_MAX_UNREAD)
+            publisher.set_hwm(max_unread_events)
+            publisher.setsockopt(zmq.XPUB_NODROP, 1)
             self._events = _bound(publisher, endpoint, "events_zmq")
             self._replay = None
             if replay_endpoint is not None:
@@ -130,14 +134,30 @@ class ZmqPublisher:
         """Some of the events that are due; returns how many."""
         with self._lock:
             first, events = self._log.first_number, self._log.read(self._next_number)
+            is_late = self._next_number < first
+            self._log.num_gaps[Reader.ZMQ] += is_late
             if not events:
                 self._log.wake_at_next(self._wake)
-        if self._next_number < first:
+        if is_late:
             _log.warning("events lost", publisher="zmq", number=self._next_number, end=first)
         for event in events:
-            self._events.send_multipart(self._message(event))
+            self._send_to_all(self._message(event))
             self._next_number = event.number + 1
         return len(events)
+
+    def _send_to_all(self, message: tuple[bytes, bytes, bytes]) -> None:
+        """Subscribers that have no room for it get none until they have read.
+
+        ZeroMQ says so when the room of one runs out, but not what it drops after that.
+        """
+        try:
+            self._events.send_multipart(message, zmq.NOBLOCK)
+        except zmq.Again:
+            with self._lock:
+                self._log.num_gaps[Reader.ZMQ] += 1
+            self._events.setsockopt(zmq.XPUB_NODROP, 0)
+            self._events.send_multipart(message)
+            self._events.setsockopt(zmq.XPUB_NODROP, 1)
 
     def _message(self, event: Event) -> tuple[bytes, bytes, bytes]:
         return self._topic, event.number.to_bytes(8, "big"), self._encode(event)

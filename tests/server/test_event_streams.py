@@ -10,7 +10,7 @@ import grpc
 import numpy as np
 import pytest
 
-from prefixcache.core.events import MIN_BUFFER_BYTES
+from prefixcache.core.events import MIN_BUFFER_BYTES, Reader
 from prefixcache.core.sequence import CommitRow
 from prefixcache.rpc._pb import admin_pb2
 from prefixcache.rpc._pb.admin_pb2 import WatchEventsRequest, WatchEventsResponse
@@ -19,6 +19,7 @@ from prefixcache.server.event_streams import MAX_EVENT_STREAMS
 from prefixcache.types import NO_EXTRA_KEYS
 from tests.support.daemon import RunningDaemon, running_daemon
 from tests.support.mirror import Mirror, index_of
+from tests.support.scrape import scrape
 from tests.support.stubs import Refused, StreamCall, Stubs, connected
 from tests.support.waiting import until
 
@@ -222,6 +223,12 @@ def test_a_slow_reader_is_told_what_it_lost_and_holds_nobody_up(
         follower.read_until(stream, pool.events.next_number)
     assert follower.lost
     assert all(len(gap) > 0 for gap in follower.lost)
+    gaps = {
+        reader: scrape(running)["prefixcache_event_gaps_total", {"reader": reader}]
+        for reader in Reader
+    }
+    assert gaps == {Reader.WATCH: len(follower.lost), Reader.ZMQ: 0}
+    assert scrape(running)["prefixcache_events_total"] == pool.events.next_number
     snapshots = follower.kinds.count("snapshot_started")
     if without_snapshot:
         assert snapshots == 0

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from prometheus_client import generate_latest
 
 from prefixcache.client import Client
 from prefixcache.core.hashing import HASH_ALGORITHMS, Hasher
@@ -26,11 +27,13 @@ from prefixcache.replay import (
     replay_trace,
 )
 from prefixcache.server.daemon import CacheOptions
+from prefixcache.server.metrics import make_registry
 from prefixcache.server.record_file import RecordFile
 from prefixcache.server.recorder import Recorder
 from prefixcache.types import NO_EXTRA_KEYS, CacheUse, ExtraKeys
 from tests.replay.cuts import cut_trace
 from tests.support.daemon import RunningDaemon, running_daemon
+from tests.support.scrape import read_scrape, scrape
 
 
 @dataclass
@@ -188,6 +191,11 @@ def test_what_does_not_fit_into_the_queue_is_dropped_counted_and_said(
     recorder = Recorder(RecordFile(path, 2**20), 4, max_queued_bytes=3 * one)
     add_prompts(recorder, 10)
     assert recorder.num_dropped == 7
+    with running_daemon(CacheOptions(8, 4)) as running:
+        registry = make_registry(running.daemon, running.server.call_counts, recorder)
+        found = read_scrape(generate_latest(registry).decode())
+        assert found["prefixcache_record_missing_requests_total"] == 7
+        assert scrape(running)["prefixcache_record_missing_requests_total"] == 0
     recorder.write()
     assert missing_said() == [7]
     add_prompts(recorder, 4)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
 import numpy as np
 import pytest
 
-from prefixcache.core.events import MIN_BUFFER_BYTES
+from prefixcache.core.events import MIN_BUFFER_BYTES, Reader
 from prefixcache.core.sequence import CommitRow
 from prefixcache.errors import InvalidArgumentError
 from prefixcache.server.daemon import CacheOptions, Daemon
@@ -179,6 +179,34 @@ def test_a_replay_of_more_messages_than_may_wait_comes_whole(daemon: Daemon) -> 
         assert publisher.replay_endpoint is not None
         replayed = subscriber.replay(publisher.replay_endpoint, 0)
     assert [number for _, number, _ in replayed] == list(range(first, end))
+
+
+def test_each_gap_of_a_subscriber_that_is_too_slow_is_counted() -> None:
+    daemon = Daemon(CacheOptions(64, 4, event_buffer_bytes=2**27))
+    log = daemon.sequences.pool.events
+    numbers = itertools.count(1000, 1000)
+    with (
+        closing(daemon),
+        publishing(daemon, max_unread_events=100) as publisher,
+        subscribed(daemon, publisher) as subscriber,
+    ):
+        first = subscriber.messages[-1][1]
+        before = log.num_gaps[Reader.ZMQ]
+        while log.num_gaps[Reader.ZMQ] == before:  # Nothing is read: the room runs out.
+            fill(daemon, next(numbers), 200)
+
+        def has_come_to_the_end() -> bool:
+            fill(daemon, next(numbers), 8)
+            while subscriber.poll(20):
+                subscriber.read()
+            return subscriber.messages[-1][1] == log.next_number - 1
+
+        until(has_come_to_the_end)
+        num_gaps = log.num_gaps[Reader.ZMQ] - before
+    assert log.first_number == 0, "the publisher itself may have been too slow"
+    seen = [number for _, number, _ in subscriber.messages if number >= first]
+    gaps = [(one, after) for one, after in itertools.pairwise(seen) if after != one + 1]
+    assert len(gaps) == num_gaps >= 1
 
 
 def test_a_request_that_is_none_is_passed_over(daemon: Daemon) -> None:
