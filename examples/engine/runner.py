@@ -1,0 +1,64 @@
+"""The model and its tokenizer, as the engine needs them: transformers on the daemon's blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jinja2 import TemplateError
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from examples.engine.scheduler import Chunk
+from prefixcache.integrations.transformers import CachedModel, Row
+
+
+@dataclass(frozen=True, slots=True)
+class TransformersRunner:
+    """A `Runner`."""
+
+    model: CachedModel
+
+    def forward(self, chunks: Sequence[Chunk]) -> torch.Tensor:
+        return self.model.forward([Row(chunk.sequence, chunk.token_ids) for chunk in chunks])
+
+
+@dataclass(frozen=True, slots=True)
+class TransformersTokenizer:
+    """A `Tokenizer`. Special tokens have no text."""
+
+    tokenizer: PreTrainedTokenizerBase
+
+    def encode(self, text: str) -> list[int]:
+        return list(self.tokenizer.encode(text))
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
+
+    def chat(self, messages: list[dict[str, str]]) -> list[int]:
+        try:
+            tokens = self.tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, return_dict=False
+            )
+        except TemplateError as error:
+            raise ValueError(str(error)) from error
+        return list(tokens)
+
+
+def load(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """name: a folder, or a model of the hub."""
+    model = AutoModelForCausalLM.from_pretrained(name, dtype="auto")
+    return model.eval(), AutoTokenizer.from_pretrained(name)
+
+
+def end_tokens(model: PreTrainedModel) -> list[int]:
+    config = model.generation_config
+    given = config.eos_token_id if config is not None else None
+    if given is None:
+        return []
+    return given if isinstance(given, list) else [given]

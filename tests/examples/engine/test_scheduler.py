@@ -1,0 +1,271 @@
+"""What is computed next, and who waits, case by case. Blocks have 4 tokens."""
+
+from __future__ import annotations
+
+import pytest
+
+from examples.engine.scheduler import Limits
+from prefixcache.errors import ExceedsPoolError
+from tests.core.manager import A, C, Manager, T, U
+from tests.examples.engine.local_engine import LocalEngine, answer_to, spell
+
+
+def lengths(engine: LocalEngine) -> list[list[int]]:
+    return engine.runner.steps
+
+
+@pytest.mark.parametrize("length", [1, 3, 4, 7, 8, 9, 16, 30])
+@pytest.mark.parametrize("max_tokens", [1, 2, 9])
+def test_one_request_is_answered_in_chunks(length: int, max_tokens: int) -> None:
+    engine = LocalEngine(Manager(20))
+    asked = engine.ask(T(length), max_tokens)
+    engine.run()
+    assert asked.is_answered()
+    whole, rest = divmod(length, 8)
+    chunks = [[8]] * whole + ([[rest]] if rest else [])
+    assert lengths(engine) == chunks + [[1]] * (max_tokens - 1)
+    assert engine.cache.manager.sequences.stats().referenced == 0
+
+
+def test_decoding_goes_on_beside_the_chunks_of_a_long_prompt() -> None:
+    engine = LocalEngine(Manager(40))
+    first = engine.ask(T(3), max_tokens=5)
+    engine.turn()
+    second = engine.ask(A(20), max_tokens=2)
+    engine.run()
+    assert first.is_answered() and second.is_answered()
+    assert lengths(engine) == [[3], [1, 7], [1, 7], [1, 6], [1, 1]]
+
+
+def test_the_budget_goes_to_those_who_came_first() -> None:
+    engine = LocalEngine(Manager(60), Limits(max_tokens_per_step=2, max_running=8))
+    asked = [engine.ask(prompt(1), max_tokens=3) for prompt in (T, U, A, C)]
+    engine.run()
+    assert all(one.is_answered() for one in asked)
+    assert lengths(engine) == [[1, 1]] * 6
+
+
+def test_the_running_are_limited() -> None:
+    engine = LocalEngine(Manager(60), Limits(max_tokens_per_step=100, max_running=2))
+    asked = [engine.ask(prompt(5), max_tokens=2) for prompt in (T, U, A)]
+    engine.turn()
+    assert [len(engine.running), len(engine.waiting)] == [2, 1]
+    engine.run()
+    assert all(one.is_answered() for one in asked)
+    assert lengths(engine) == [[5, 5], [1, 1], [5], [1]]
+
+
+def test_a_request_waits_for_room_and_nobody_overtakes_it() -> None:
+    engine = LocalEngine(Manager(6))
+    first = engine.ask(T(12), max_tokens=2)
+    engine.turn(2)
+    large = engine.ask(A(16), max_tokens=1)
+    small = engine.ask(C(1), max_tokens=1)
+    engine.turn()
+    assert not large.deltas and not small.deltas
+    engine.run()
+    assert first.is_answered() and large.is_answered() and small.is_answered()
+    assert engine.scheduler.num_preempted == 0
+
+
+def test_a_prompt_is_admitted_only_if_the_running_can_grow_by_a_block() -> None:
+    engine = LocalEngine(Manager(4))
+    first = engine.ask(T(7), max_tokens=6)
+    engine.turn()
+    second = engine.ask(A(5), max_tokens=1)
+    engine.run()
+    assert first.is_answered() and second.is_answered()
+    assert engine.scheduler.num_preempted == 0
+    assert lengths(engine) == [[7], *[[1]] * 5, [5]]
+
+
+def test_the_youngest_is_preempted_and_goes_on_with_its_tokens() -> None:
+    engine = LocalEngine(Manager(5))
+    old = engine.ask(T(4), max_tokens=10)
+    young = engine.ask(A(4), max_tokens=10)
+    engine.run()
+    assert engine.scheduler.num_preempted > 0
+    assert old.is_answered() and young.is_answered()
+    assert old.deltas.index(old.deltas[-1]) == 9  # a token a delta, none twice
+    assert len(young.deltas) == 10
+
+
+def test_what_was_preempted_is_computed_from_what_is_still_cached() -> None:
+    manager = Manager(8)
+    engine = LocalEngine(manager, Limits(max_tokens_per_step=100))
+    engine.ask(T(8), max_tokens=3)
+    young = engine.ask(A(8), max_tokens=3)
+    engine.turn(2)
+    before = engine.runner.num_computed
+    engine.scheduler._preempt(engine.running[-1])
+    engine.run()
+    assert young.is_answered()
+    # Its full blocks are cached: of its 10 tokens two are left, and then one more.
+    assert lengths(engine)[2:] == [[1, 2]]
+    assert engine.runner.num_computed == before + 3
+    assert young.deltas[0].num_cached_tokens == 0
+
+
+def test_one_that_can_never_fit_is_refused_and_the_others_go_on() -> None:
+    engine = LocalEngine(Manager(4))
+    large = engine.ask(T(17))
+    small = engine.ask(A(3))
+    engine.run()
+    (delta,) = large.deltas
+    assert isinstance(delta.error, ExceedsPoolError)
+    assert small.is_answered()
+
+
+def test_one_that_outgrows_the_pool_is_refused_in_the_end() -> None:
+    engine = LocalEngine(Manager(4))
+    asked = engine.ask(T(12), max_tokens=10)
+    engine.run()
+    assert isinstance(asked.deltas[-1].error, ExceedsPoolError)
+    assert asked.text() == spell(answer_to(T(12), 5))  # up to the pool's 16 tokens, and one more
+    assert engine.cache.manager.sequences.stats().referenced == 0
+
+
+def test_a_shared_prefix_is_waited_for_and_those_behind_go_first() -> None:
+    manager = Manager(40)
+    engine = LocalEngine(manager, Limits(max_tokens_per_step=8, max_running=4))
+    shared = T(16)
+    first = engine.ask(shared + [31], max_tokens=1)
+    second = engine.ask(shared + [32], max_tokens=1)
+    third = engine.ask(A(2), max_tokens=1)
+    engine.run()
+    assert first.is_answered() and second.is_answered() and third.is_answered()
+    # The third fills the last step of the first; the second has one token left to compute.
+    assert lengths(engine) == [[8], [8], [1, 1, 2]]
+    assert second.deltas[0].num_cached_tokens == 16
+
+
+def test_two_engines_compute_a_shared_prefix_once() -> None:
+    manager = Manager(40)
+    one, two = LocalEngine(manager, owner=b"one"), LocalEngine(manager, owner=b"two")
+    shared = T(16)
+    first = one.ask(shared + [31], max_tokens=2)
+    second = two.ask(shared + [32], max_tokens=2)
+    beside = two.ask(A(2), max_tokens=3)
+    one.turn()
+    two.turn()
+    assert len(two.running) == len(two.waiting) == 1
+    for _ in range(6):
+        one.turn()
+        two.turn()
+    assert first.is_answered() and second.is_answered() and beside.is_answered()
+    assert (one.runner.num_computed, two.runner.num_computed) == (18, 2 + 4)
+
+
+def test_the_other_engine_takes_over_when_the_first_is_lost() -> None:
+    manager = Manager(40)
+    one, two = LocalEngine(manager, owner=b"one"), LocalEngine(manager, owner=b"two")
+    one.ask(T(20), max_tokens=2)
+    asked = two.ask(T(20), max_tokens=2)
+    one.turn()
+    two.turn()
+    assert not asked.deltas and two.waiting
+    one.cache.lose_session(one.engine)
+    two.run()
+    assert asked.is_answered()
+    assert two.runner.num_computed == 20 - 8 + 1  # the first had computed two blocks
+
+
+def test_the_wait_for_others_has_an_end() -> None:
+    manager = Manager(40)
+    limits = Limits(max_tokens_per_step=8, max_wait_pending_s=3.0)
+    one, two = LocalEngine(manager, owner=b"one"), LocalEngine(manager, limits, owner=b"two")
+    one.ask(T(20), max_tokens=2)
+    one.turn()  # and never again
+    asked = two.ask(T(20), max_tokens=2)
+    for two.clock_s in (0.0, 1.0, 2.9):
+        two.turn()
+        assert two.waiting
+    two.clock_s = 3.0
+    two.run()
+    assert asked.is_answered()
+
+
+def test_an_engine_that_was_slower_lets_its_sequence_go() -> None:
+    """Between Lookup and Allocate the other one has begun."""
+    manager = Manager(40)
+    one, two = LocalEngine(manager, owner=b"one"), LocalEngine(manager, owner=b"two")
+    asked = two.ask(T(20), max_tokens=2)
+    lookup = two.cache.lookup
+
+    def overtaken(tokens: list[int]) -> object:
+        result = lookup(tokens)
+        if not one.running:
+            one.ask(T(20), max_tokens=2)
+            one.turn()
+        return result
+
+    two.cache.lookup = overtaken  # type: ignore[method-assign, assignment]
+    two.turn()
+    assert two.waiting and not two.running
+    one.run()
+    two.run()
+    assert asked.is_answered()
+    assert two.runner.num_computed == 1 + 1  # all of the prompt is cached, and its last token asked for
+
+
+def test_one_whose_caller_is_gone_is_freed() -> None:
+    manager = Manager(20)
+    engine = LocalEngine(manager)
+    running, waiting = engine.ask(T(30)), engine.ask(T(20))
+    engine.turn(2)
+    assert manager.sequences.stats().referenced > 0 and engine.waiting
+    running.drop()
+    waiting.drop()
+    engine.turn()
+    assert manager.sequences.stats().referenced == 0
+    assert engine.scheduler.is_idle and not running.deltas and not waiting.deltas
+
+
+def test_choices_share_the_prompt() -> None:
+    manager = Manager(20)
+    engine = LocalEngine(manager, Limits(max_tokens_per_step=20, max_running=4))
+    asked = engine.ask(T(10), max_tokens=4, num_choices=3)
+    engine.turn()
+    # Two full blocks and a part of one, not three times three.
+    assert manager.sequences.stats().referenced == 3
+    engine.run()
+    assert asked.is_answered()
+    assert lengths(engine) == [[10], [1, 1, 1], [1, 1, 1], [1, 1, 1]]
+
+
+def test_choices_that_find_no_room_wait_and_are_answered_all_the_same() -> None:
+    engine = LocalEngine(Manager(5))
+    asked = engine.ask(T(10), max_tokens=9, num_choices=4)
+    engine.run()
+    assert asked.is_answered()
+    assert engine.scheduler.num_preempted > 0
+
+
+def test_choices_are_counted_before_a_question_is_admitted() -> None:
+    engine = LocalEngine(Manager(40), Limits(max_tokens_per_step=20, max_running=4))
+    first = engine.ask(T(2), max_tokens=3, num_choices=2)
+    second = engine.ask(A(2), max_tokens=3, num_choices=3)
+    engine.turn(2)
+    assert len(engine.running) == 2
+    engine.run()
+    assert first.is_answered() and second.is_answered()
+
+
+def test_more_choices_than_may_run_are_admitted_when_nothing_runs() -> None:
+    engine = LocalEngine(Manager(40), Limits(max_tokens_per_step=20, max_running=2))
+    asked = engine.ask(T(2), max_tokens=3, num_choices=5)
+    engine.run()
+    assert asked.is_answered()
+
+
+def test_a_lost_session_changes_no_answer() -> None:
+    manager = Manager(20)
+    engine = LocalEngine(manager)
+    asked = [engine.ask(T(9), max_tokens=6), engine.ask(A(5), max_tokens=6, num_choices=2)]
+    for _ in range(4):
+        engine.turn(2)
+        engine.cache.lose_session(engine.engine)
+    engine.run()
+    assert all(one.is_answered() for one in asked)
+    assert engine.engine.counters.restarts > 0
+    assert manager.sequences.stats().referenced == 0
