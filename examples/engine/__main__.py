@@ -43,7 +43,8 @@ def main() -> None:
         )
         config = uvicorn.Config(make_app(engine, served), log_level="warning")
         listening = listen(arguments.host, arguments.port)
-        print(f"serving {served.name} at http://{arguments.host}:{listening.getsockname()[1]}/v1")
+        url = f"http://{arguments.host}:{listening.getsockname()[1]}/v1"
+        print(f"serving {served.name} at {url}", flush=True)
         uvicorn.Server(config).run([listening])
 
 

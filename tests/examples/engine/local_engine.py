@@ -42,8 +42,7 @@ class LocalSequence:
 
     def fork(self, num_children: int) -> list[LocalSequence]:
         return [
-            LocalSequence(self.manager, held)
-            for held in self.manager.fork(self.held, num_children)
+            LocalSequence(self.manager, held) for held in self.manager.fork(self.held, num_children)
         ]
 
 

@@ -43,8 +43,7 @@ limits = st.builds(
 def test_every_answer_is_right(num_blocks, limits, events) -> None:  # type: ignore[no-untyped-def]
     manager = Manager(num_blocks)
     engines = [
-        LocalEngine(manager, limit, owner=bytes([number]))
-        for number, limit in enumerate(limits)
+        LocalEngine(manager, limit, owner=bytes([number])) for number, limit in enumerate(limits)
     ]
     asked: list[Asked] = []
     dropped: set[Asked] = set()

@@ -129,8 +129,8 @@ def test_a_shared_prefix_is_waited_for_and_those_behind_go_first() -> None:
     manager = Manager(40)
     engine = LocalEngine(manager, Limits(max_tokens_per_step=8, max_running=4))
     shared = T(16)
-    first = engine.ask(shared + [31], max_tokens=1)
-    second = engine.ask(shared + [32], max_tokens=1)
+    first = engine.ask([*shared, 31], max_tokens=1)
+    second = engine.ask([*shared, 32], max_tokens=1)
     third = engine.ask(A(2), max_tokens=1)
     engine.run()
     assert first.is_answered() and second.is_answered() and third.is_answered()
@@ -143,8 +143,8 @@ def test_two_engines_compute_a_shared_prefix_once() -> None:
     manager = Manager(40)
     one, two = LocalEngine(manager, owner=b"one"), LocalEngine(manager, owner=b"two")
     shared = T(16)
-    first = one.ask(shared + [31], max_tokens=2)
-    second = two.ask(shared + [32], max_tokens=2)
+    first = one.ask([*shared, 31], max_tokens=2)
+    second = two.ask([*shared, 32], max_tokens=2)
     beside = two.ask(A(2), max_tokens=3)
     one.turn()
     two.turn()
@@ -205,7 +205,9 @@ def test_an_engine_that_was_slower_lets_its_sequence_go() -> None:
     one.run()
     two.run()
     assert asked.is_answered()
-    assert two.runner.num_computed == 1 + 1  # all of the prompt is cached, and its last token asked for
+    assert (
+        two.runner.num_computed == 1 + 1
+    )  # all of the prompt is cached, and its last token asked for
 
 
 def test_one_whose_caller_is_gone_is_freed() -> None:

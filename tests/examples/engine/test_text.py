@@ -73,6 +73,8 @@ def test_nothing_of_a_stop_text_is_released_before_it_is_whole() -> None:
 
 
 def test_the_first_of_several_stop_texts_counts() -> None:
-    stream = TextStream(lambda tokens: "".join("a STOP b END"[:12] for _ in tokens), ["END", "STOP"])
+    stream = TextStream(
+        lambda tokens: "".join("a STOP b END"[:12] for _ in tokens), ["END", "STOP"]
+    )
     assert stream.push(0) == "a "
     assert stream.is_stopped
