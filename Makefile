@@ -3,7 +3,7 @@
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .SUFFIXES:
-.PHONY: help venv venv-demo test test-slow chaos chaos-short promtool routers browser gpu sanitize kernels-aot oracle examples demo demo-interpreted wheel lint format proto clean distclean
+.PHONY: help venv venv-demo test test-slow chaos chaos-short promtool routers browser gpu sanitize kernels-aot oracle examples demo demo-interpreted engines wheel lint format proto clean distclean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -91,6 +91,10 @@ examples: venv ## run the examples in Node and shell against a daemon
 
 demo: venv-demo ## a real model on the daemon: shared prompts, hit rate, equal tokens
 	$(BIN)/python examples/demo.py
+
+engines: venv-demo ## four engines on one daemon against four with a daemon each, where TRACES are
+	$(BIN)/python -m examples.engine.compare $(ENGINES) \
+		--trace $(TRACES)/aibrix_prefix_p1024_s128_rps10.jsonl
 
 wheel: $(BIN)/python ## build a wheel into dist/, with the native core if there is a C compiler
 	rm -rf build

@@ -40,6 +40,7 @@ def main() -> None:
             tokenizer=text,
             max_tokens=min(model.config.max_position_embeddings, info.num_blocks * info.block_size),
             vocabulary=model.config.vocab_size,
+            max_choices=min(limits.max_running, info.max_fork_children + 1),
         )
         config = uvicorn.Config(make_app(engine, served), log_level="warning")
         listening = listen(arguments.host, arguments.port)

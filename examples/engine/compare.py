@@ -67,7 +67,7 @@ def main() -> int:
     arguments = parse_arguments()
     torch.set_num_threads(2)
     smol = smollm2.load()
-    prompts = read_prompts(arguments.trace, arguments.requests_per_prefix)
+    prompts = read_prompts(arguments.trace, arguments.prefixes, arguments.requests_per_prefix)
     with tempfile.TemporaryDirectory(prefix="prefixcache-engines-") as name:
         folder = Path(name)
         save(smol, folder / "model")
@@ -108,9 +108,10 @@ def save(smol: SmolLM2, folder: Path) -> None:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--trace", type=Path, required=True)
-    parser.add_argument("--requests-per-prefix", type=int, default=8, help="32 are there")
+    parser.add_argument("--prefixes", type=int, default=5, help="the trace has 10")
+    parser.add_argument("--requests-per-prefix", type=int, default=8, help="the trace has 32")
     parser.add_argument("--engines", type=int, default=4)
-    parser.add_argument("--blocks", type=int, default=2400, help="of 16 tokens, in all")
+    parser.add_argument("--blocks", type=int, default=1600, help="of 16 tokens, in all")
     parser.add_argument("--in-flight", type=int, default=4, help="requests of each engine")
     parser.add_argument("--json", type=Path, help="a file for the numbers")
     return parser.parse_args()
@@ -172,6 +173,7 @@ def drive(
     before = [engine.health() for engine in fleet]
     started = time.perf_counter()
     with ExitStack() as stack:
+        stack.enter_context(smollm2.progress(f"{len(prompts)} prompts, {name}"))
         pools = [stack.enter_context(ThreadPoolExecutor(in_flight)) for _ in fleet]
         futures = [
             pools[number % len(fleet)].submit(

@@ -18,7 +18,6 @@ from typing import Protocol
 import torch
 
 from examples.engine.request import Delta, Request
-from examples.engine.sampling import Sampler
 from examples.engine.scheduler import Chunk, Scheduler, SequenceGoneError
 from examples.engine.text import TextStream
 from prefixcache.errors import (
@@ -78,7 +77,7 @@ class Counters:
 
 @dataclass(slots=True)
 class _Answer:
-    sampler: Sampler
+    generator: torch.Generator
     text: TextStream
 
 
@@ -188,10 +187,10 @@ class Engine:
         """Choose the next token of a choice, and tell its caller. scores: its logits."""
         question = request.question
         if request.answer is None:
-            text = TextStream(self._decode, question.stop)
-            request.answer = _Answer(Sampler(question, request.index), text)
-        sampler, text = request.answer.sampler, request.answer.text
-        token = sampler.choose(scores)
+            generator = question.sampling.generator(request.index, scores.device)
+            request.answer = _Answer(generator, TextStream(self._decode, question.stop))
+        text = request.answer.text
+        token = question.sampling.next_token(scores, request.answer.generator)
         request.tokens.append(token)
         is_end = token in self._end_tokens
         added = "" if is_end else text.push(token)

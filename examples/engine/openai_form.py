@@ -6,6 +6,7 @@ ignored. Form: https://platform.openai.com/docs/api-reference, of completions an
 
 from __future__ import annotations
 
+import secrets
 import time
 import uuid
 from collections.abc import Sequence
@@ -13,9 +14,9 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from examples.engine.request import Delta, Question
+from prefixcache.integrations.transformers import Sampling
 
 DEFAULT_COMPLETION_TOKENS = 16
-MAX_CHOICES = 16
 MAX_STOPS = 4
 WITHOUT_EFFECT = {
     "metadata",
@@ -52,12 +53,15 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """max_tokens: of prompt and answer together. vocabulary: number of token ids."""
+    """max_tokens: of prompt and answer together. vocabulary: number of token ids. max_choices: of
+    a prompt.
+    """
 
     name: str
     tokenizer: Tokenizer
     max_tokens: int
     vocabulary: int
+    max_choices: int = 16
     created: int = field(default_factory=lambda: int(time.time()))
 
     def card(self) -> dict[str, Any]:
@@ -149,10 +153,8 @@ class Form:
             )
         options: dict[str, Any] = {
             "max_tokens": max_tokens,
-            "num_choices": fields.integer("n", 1, 1, MAX_CHOICES),
-            "temperature": fields.number("temperature", 1.0, 0.0, 2.0),
-            "top_p": fields.number("top_p", 1.0, 0.0, 1.0),
-            "seed": fields.integer("seed", None, -(2**63), 2**63 - 1),
+            "num_choices": fields.integer("n", 1, 1, self._model.max_choices),
+            "sampling": _sampling(fields),
             "stop": _stops(fields),
         }
         is_stream = fields.take("stream", bool, False)
@@ -316,6 +318,18 @@ class Chat(Form):
     def chunk(self, delta: Delta) -> dict[str, Any]:
         added = {"content": delta.text} if delta.text else {}
         return self._chunk(delta.index, delta=added, finish_reason=delta.finish_reason)
+
+
+def _sampling(fields: Fields) -> Sampling:
+    """A `top_p` of 0 leaves the most likely token, as a temperature of 0 does."""
+    temperature = fields.number("temperature", 1.0, 0.0, 2.0)
+    top_p = fields.number("top_p", 1.0, 0.0, 1.0)
+    seed = fields.integer("seed", None, -(2**63), 2**63 - 1)
+    if seed is None:
+        seed = secrets.randbits(63)
+    if top_p == 0:
+        return Sampling(seed=seed)
+    return Sampling(temperature, top_p=top_p, seed=seed)
 
 
 def _stops(fields: Fields) -> tuple[str, ...]:

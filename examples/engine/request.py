@@ -11,20 +11,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from prefixcache.client import Sequence
+from prefixcache.integrations.transformers import GREEDY, Sampling
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """temperature: 0 takes the most likely token. top_p: of the probability, 1 takes all tokens.
-    seed: None draws one. stop: texts that end the answer and are no part of it.
-    """
+    """stop: texts that end the answer and are no part of it."""
 
     prompt: tuple[int, ...]
     max_tokens: int
     num_choices: int = 1
-    temperature: float = 0.0
-    top_p: float = 1.0
-    seed: int | None = None
+    sampling: Sampling = GREEDY
     stop: tuple[str, ...] = ()
 
 

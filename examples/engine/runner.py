@@ -13,6 +13,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils import logging
 
 from examples.engine.scheduler import Chunk
 from prefixcache.integrations.transformers import CachedModel, Row
@@ -52,6 +53,7 @@ class TransformersTokenizer:
 
 def load(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """name: a folder, or a model of the hub."""
+    logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(name, dtype="auto")
     return model.eval(), AutoTokenizer.from_pretrained(name)
 

@@ -11,19 +11,20 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-FILE = "aibrix_prefix_p1024_s128_rps10.jsonl"
 _SAME_PREFIX = 200
 """Characters by which prompts of one prefix are told."""
 
 
-def read_prompts(path: Path, num_each: int) -> list[str]:
-    """In the order of the trace, the first `num_each` of each prefix."""
+def read_prompts(path: Path, num_prefixes: int, num_each: int) -> list[str]:
+    """In the order of the trace, the first `num_each` of each of the first prefixes."""
     prompts = []
     seen: Counter[str] = Counter()
     for line in path.read_text("utf-8").splitlines():
         for request in json.loads(line)["requests"]:
             prompt = request["prompt"]
             prefix = prompt[:_SAME_PREFIX]
+            if prefix not in seen and len(seen) == num_prefixes:
+                continue
             seen[prefix] += 1
             if seen[prefix] <= num_each:
                 prompts.append(prompt)

@@ -133,6 +133,11 @@ def test_the_same_seed_gives_the_same_answer_and_choices_differ(endpoint: Endpoi
     assert len(set(texts[0])) == 3
 
 
+def test_a_top_p_of_0_leaves_the_most_likely_token(endpoint: Endpoint) -> None:
+    (choice,) = endpoint.complete("top p", max_tokens=9, temperature=2.0, top_p=0)["choices"]
+    assert choice["text"] == plain_answer("top p", 9)
+
+
 # ---- streams
 
 
