@@ -4,6 +4,7 @@ expected.jsonl (the oracle's own counts) and oracle.py, which is run for rows no
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -12,6 +13,7 @@ import time
 from dataclasses import asdict, fields
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,6 +26,8 @@ from prefixcache.replay import (
 )
 from tests.replay.cuts import Row, assert_counts_equal, pool_size
 from tests.replay.open_target import open_target
+from tests.replay.test_witnesses import assert_agreement, of_oracle
+from tests.replay.witnesses import try_replay
 
 pytestmark = pytest.mark.oracle
 
@@ -74,6 +78,16 @@ def test_counts_are_the_same_through_a_daemon(name: str, pool: str) -> None:
     with open_target("daemon", int(pool), block_size) as target:
         result = replay_trace(whole_trace(name), target)
     assert_counts_equal(result, oracle_row(name, block_size, pool))
+
+
+def test_all_witnesses_of_the_conversation_say_what_the_oracle_says(tmp_path: Path) -> None:
+    name, block_size, num_blocks = "mooncake_conversation", 512, 10_000
+    row = oracle_row(name, block_size, str(num_blocks))
+    trial = try_replay(whole_trace(name), block_size, num_blocks, tmp_path)
+    print(trial.table_with(of_oracle(row)))
+    assert_agreement(trial, row)
+    keys = cached_by_oracle(name, block_size, num_blocks)
+    assert trial.mirrored == {trial.hash_of[key] for key in keys}
 
 
 def test_the_conversation_trace_takes_under_20_seconds_in_process() -> None:
@@ -136,6 +150,27 @@ def test_the_agentic_trace_is_analysed_in_under_a_minute() -> None:
     for block_size in (16, 64):
         analyze_trace(trace, block_size)
     assert time.perf_counter() - start_s < 60
+
+
+def cached_by_oracle(name: str, block_size: int, num_blocks: int) -> set[int]:
+    """Keys of the blocks that the oracle has cached at the end."""
+    spec = importlib.util.spec_from_file_location("oracle", folder() / "oracle.py")
+    assert spec is not None and spec.loader is not None
+    oracle: Any = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(oracle)
+    pools = []
+
+    class Kept(oracle.Pool):
+        def __init__(self, *arguments: object) -> None:
+            super().__init__(*arguments)
+            pools.append(self)
+
+    oracle.Pool = Kept
+    requests = oracle.load(str(folder() / f"{name}.jsonl"), TRACE_BLOCKS[name])
+    rules = oracle.PRESETS["radix"]
+    oracle.simulate(requests, num_blocks, TRACE_BLOCKS[name], block_size, *rules)
+    (pool,) = pools
+    return set(pool.map)
 
 
 def folder() -> Path:
