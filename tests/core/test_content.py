@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import pytest
 
 from prefixcache.core.extra_keys import in_namespace
 from prefixcache.core.hashing import HASH_ALGORITHMS, HashAlgorithm, Hasher
 from prefixcache.core.pool import PLAIN, REGISTERED
-from prefixcache.types import ExtraKeys, Lora, PromptEmbeds, ResultCode
+from prefixcache.core.sequence import Prompt
+from prefixcache.types import ExtraKeys, FullHit, Lora, PromptEmbeds, ResultCode
 from tests.core.manager import Manager, T, U, image
 
 
@@ -19,6 +22,35 @@ def test_only_the_equal_salt_hits() -> None:
     assert manager.hit(T(9), salt_a) == 8
     assert manager.hit(T(9), salt_b) == 0
     assert manager.hit(T(9)) == 0
+
+
+def test_a_guess_of_what_another_salt_has_cached_takes_no_longer_than_any_other_prompt() -> None:
+    """Neither the answer nor the time of a Lookup tells that somebody has that prompt."""
+    manager, num_tokens = Manager(512), 2000
+    manager.fill(T(num_tokens), ExtraKeys(cache_salt="a"))
+
+    def prepared(tokens: list[int], salt: str) -> Prompt:
+        prompt = np.array(tokens, dtype=np.uint32)
+        return manager.sequences.prepare(prompt, ExtraKeys(cache_salt=salt))
+
+    prompts = {
+        "a guess": prepared(T(num_tokens), "b"),
+        "no guess": prepared(U(num_tokens), "b"),
+        "its owner": prepared(T(num_tokens), "a"),
+    }
+    times: dict[str, list[int]] = {name: [] for name in prompts}
+    found = {}
+    for _ in range(500):
+        for name, prompt in prompts.items():
+            start = time.perf_counter_ns()
+            found[name] = manager.sequences.lookup(prompt, 0, FullHit.LAST_TOKEN)
+            times[name].append(time.perf_counter_ns() - start)
+    assert found["a guess"] == found["no guess"]
+    assert found["its owner"].num_cached_tokens == num_tokens - 1
+    # The fastest of many is what no other work on the machine has touched.
+    guess, other, owner = (min(times[name]) for name in prompts)
+    assert 2 / 3 < guess / other < 3 / 2
+    assert owner > 3 / 2 * guess, "these times would tell"
 
 
 def test_a_lora_and_a_salt_of_the_same_spelling_do_not_meet() -> None:

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import grpc
 import pytest
 
-from prefixcache.rpc._pb import attention_pb2, cache_pb2
+from prefixcache.rpc._pb import attention_pb2, cache_pb2, session_pb2
 from prefixcache.server.daemon import CacheOptions, Daemon, ModelOptions
 from prefixcache.server.rpc_server import RpcServer
 from prefixcache.storage.layout import KVLayout
@@ -111,6 +111,50 @@ def test_the_books_balance_after_many_threads_did_as_they_liked(stored: bool) ->
         assert stats.evictable + stats.blank == NUM_BLOCKS
         assert stats.evictable == stats.cached
         assert stats.requests > NUM_THREADS and stats.queries_tokens > 0
+        check_invariants(sequences)
+
+
+def test_the_books_balance_after_64_clients_of_one_prefix_left_as_they_liked() -> None:
+    num_clients, prefix = 64, list(range(20))
+
+    def client(target: str, seed: int) -> None:
+        """Some free what they have, some close their session, some just go, in a call or not."""
+        choose = random.Random(seed)
+        with connected(target) as stubs:
+            session = stubs.call("OpenSession", session_pb2.OpenSessionRequest(ttl_s=60))
+            peer = Peer(stubs, session.session_id)
+            for turn in range(choose.randrange(1, 6)):
+                tokens = prefix + [100 + seed, turn] * choose.randrange(1, 5)
+                reply = peer.allocate(tokens)
+                cached = reply.num_cached_tokens
+                if choose.random() < 0.7:
+                    peer.commit(reply.sequence_id, cached, len(tokens) - cached)
+                if choose.random() < 0.4:
+                    peer.free(reply.sequence_id)
+            if choose.random() < 0.3:
+                closing = session_pb2.CloseSessionRequest(session_id=session.session_id)
+                stubs.call("CloseSession", closing)
+            elif choose.random() < 0.5:
+                request = cache_pb2.AllocateRequest(owner=session.session_id, token_ids=prefix)
+                stubs.start("Allocate", request).cancel()
+
+    now_s = 0.0
+    # Room for all that 64 clients can hold at once, and too little for what they leave cached.
+    with running_daemon(CacheOptions(1200, BLOCK_SIZE), clock=lambda: now_s) as running:
+        with ThreadPoolExecutor(num_clients) as threads:
+            for done in [threads.submit(client, running.target, n) for n in range(num_clients)]:
+                done.result()
+        sequences = running.daemon.sequences
+        with connected(running.target) as stubs:
+            stats = stubs.stats()
+            assert stats.sessions > 10 and stats.referenced > 10
+            assert stats.hit_tokens > 0
+            now_s = 61.0
+            running.sweep()
+            stats = stubs.stats()
+        assert (stats.sessions, stats.sequences, stats.referenced, stats.quarantined) == (0,) * 4
+        assert stats.evictable + stats.blank == stats.num_blocks
+        assert 0 < stats.evictable == stats.cached < stats.num_blocks
         check_invariants(sequences)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-_DATA, _HEADERS, _SETTINGS, _WINDOW_UPDATE = 0, 1, 4, 8
+_DATA, _HEADERS, _SETTINGS, _PING, _GOAWAY, _WINDOW_UPDATE = 0, 1, 4, 6, 7, 8
 _ACK = _END_STREAM = 1
 _END_HEADERS = 4
 _MAX_FRAME = 2**14
@@ -22,6 +22,10 @@ class Frame(NamedTuple):
     flags: int
     stream: int
     payload: bytes
+
+
+class SentAwayError(Exception):
+    """The daemon's GOAWAY, and what it says of why."""
 
 
 class RawPeer:
@@ -75,6 +79,16 @@ class RawPeer:
         self._send(_HEADERS, _END_HEADERS, stream, block)
         return stream
 
+    def ping(self, count: int = 1) -> None:
+        """Send PINGs at once and wait for all answers. Raises SentAwayError if that is too many."""
+        self._socket.sendall(count * _frame(_PING, 0, 0, bytes(8)))
+        for frame in self._frames():
+            if frame.kind == _GOAWAY:
+                raise SentAwayError(frame.payload[8:].decode())
+            count -= frame.kind == _PING and bool(frame.flags & _ACK)
+            if not count:
+                return
+
     def settings(self) -> dict[int, int]:
         """What the daemon says in its first frame."""
         frame = next(self._frames())
@@ -96,9 +110,12 @@ class RawPeer:
         return data
 
     def _send(self, kind: int, flags: int, stream: int, payload: bytes) -> None:
-        length = len(payload)
-        head = struct.pack(">BHBBI", length >> 16, length & 0xFFFF, kind, flags, stream)
-        self._socket.sendall(head + payload)
+        self._socket.sendall(_frame(kind, flags, stream, payload))
+
+
+def _frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
+    length = len(payload)
+    return struct.pack(">BHBBI", length >> 16, length & 0xFFFF, kind, flags, stream) + payload
 
 
 def _literal(header: tuple[str, str]) -> bytes:
