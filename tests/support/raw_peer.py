@@ -24,10 +24,6 @@ class Frame(NamedTuple):
     payload: bytes
 
 
-class SentAwayError(Exception):
-    """The daemon's GOAWAY, and what it says of why."""
-
-
 class RawPeer:
     """Sends calls, and reads nothing of their replies.
 
@@ -79,15 +75,21 @@ class RawPeer:
         self._send(_HEADERS, _END_HEADERS, stream, block)
         return stream
 
-    def ping(self, count: int = 1) -> None:
-        """Send PINGs at once and wait for all answers. Raises SentAwayError if that is too many."""
+    def send_pings(self, count: int) -> None:
         self._socket.sendall(count * _frame(_PING, 0, 0, bytes(8)))
+
+    def ping(self) -> None:
+        """Send a PING and wait for its answer; the connection must stay."""
+        self.send_pings(1)
         for frame in self._frames():
-            if frame.kind == _GOAWAY:
-                raise SentAwayError(frame.payload[8:].decode())
-            count -= frame.kind == _PING and bool(frame.flags & _ACK)
-            if not count:
+            assert frame.kind != _GOAWAY, frame.payload
+            if frame.kind == _PING and frame.flags & _ACK:
                 return
+
+    def goodbye(self) -> str:
+        """Why the daemon ends the connection, which it must."""
+        goaway = next(frame for frame in self._frames() if frame.kind == _GOAWAY)
+        return goaway.payload[8:].decode()
 
     def settings(self) -> dict[int, int]:
         """What the daemon says in its first frame."""
