@@ -1,7 +1,8 @@
 """prefixcache: a gRPC daemon that shares the K/V blocks of common prompt prefixes.
 
 Clients, and what they take and give, are the names here; they are imported when first used, so
-that `import prefixcache` stays cheap: no grpc, no numpy, and never torch.
+that `import prefixcache` stays cheap: no grpc, no numpy, and no torch, which only a call of
+`attach` imports.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from prefixcache import errors
 from prefixcache.errors import PrefixCacheError
 
 if TYPE_CHECKING:
+    from prefixcache.attached import attach, attach_async
     from prefixcache.client import (
         AsyncClient,
         AsyncEventStream,
@@ -105,6 +107,8 @@ __all__ = [
     "TenantStats",
     "TlsCredentials",
     "__version__",
+    "attach",
+    "attach_async",
     "errors",
 ]
 
@@ -139,10 +143,17 @@ _CLIENT_NAMES = frozenset(
 )
 
 
+_ATTACHED_NAMES = frozenset({"attach", "attach_async"})
+
+
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = "prefixcache.client" if name in _CLIENT_NAMES else "prefixcache.types"
+    module = "prefixcache.types"
+    if name in _CLIENT_NAMES:
+        module = "prefixcache.client"
+    elif name in _ATTACHED_NAMES:
+        module = "prefixcache.attached"
     return getattr(import_module(module), name)
 
 

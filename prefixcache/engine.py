@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -126,7 +126,7 @@ class Engine:
         layout = self.memory.layout
         if not 0 <= layer < layout.num_layers:
             raise InvalidArgumentError("layer", f"is {layer}, must be below {layout.num_layers}")
-        _check_tensors(layout, tensors, sum(columns[2]))
+        check_new_tokens(layout, tensors, sum(columns[2]))
         cache = self.memory.layer(layer)
         check_options(options, tensors[0].shape[1], is_latent=cache.is_latent)
         q, k = self._to_device(tensors[0]), self._to_device(tensors[1])
@@ -158,7 +158,20 @@ class Engine:
         return flat.view(self.memory.dtype).reshape(tensor.shape).to(self.memory.device)
 
 
-def _check_tensors(layout: Layout, tensors: NewTokens, num_tokens: int) -> None:
+class Described(Protocol):
+    """A tensor's type, by the name that layouts have for it, and shape."""
+
+    @property
+    def dtype(self) -> str: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
+def check_new_tokens(
+    layout: Layout, tensors: tuple[Described, Described, Described | None], num_tokens: int
+) -> None:
+    """q, k and v of a call of so many tokens. Raises InvalidArgumentError, naming the field."""
     q, k, v = tensors
     if layout.kind == "latent" and v is not None:
         raise InvalidArgumentError("v", "is a part of k in latent K/V, and must be left out")
@@ -171,7 +184,7 @@ def _check_tensors(layout: Layout, tensors: NewTokens, num_tokens: int) -> None:
         _check_tensor("v", v, (num_tokens, heads, layout.value_dim), layout.dtype)
 
 
-def _check_tensor(name: str, tensor: HostTensor, shape: tuple[int, int, int], dtype: str) -> None:
+def _check_tensor(name: str, tensor: Described, shape: tuple[int, int, int], dtype: str) -> None:
     """q may have a multiple of the heads."""
     if tensor.dtype != dtype:
         raise InvalidArgumentError(f"{name}.data_type", f"is {tensor.dtype}, must be {dtype}")

@@ -18,8 +18,9 @@ PrefixCacheError
 │   ├── BlocksInUseError            reset without force while blocks are referenced
 │   ├── FingerprintMismatchError    the client was built for another layout or model
 │   ├── ForkedClientError           the client belongs to the process that this one was forked from
+│   ├── ReadOnlyViewError           a client's: its view of the pool is for reading only
 │   ├── NoStorageError              Prefill or Decode on a daemon without K/V memory
-│   └── StorageOwnedError           Commit on a daemon that computes K/V itself
+│   └── StorageOwnedError           Commit to a daemon with K/V memory, by who is not attached to it
 ├── OutOfRangeError
 │   └── EventsGoneError             events from that number on are not there, or not any more
 ├── ResourceExhaustedError
@@ -35,6 +36,7 @@ PrefixCacheError
 │   └── SequenceBusyError           a call is running on the sequence
 ├── UnauthenticatedError            no credentials, or none that the daemon knows
 ├── PermissionDeniedError           the caller's role does not admit the call
+│   └── AttachDeniedError           the caller may not have the pool's memory itself
 ├── UnavailableError                the daemon cannot be reached
 │   └── DrainingError               the daemon is stopping
 ├── DeadlineExceededError
@@ -57,6 +59,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AbortedError",
     "AlreadyExistsError",
+    "AttachDeniedError",
     "BeyondTokensError",
     "BlocksInUseError",
     "CancelledCallError",
@@ -79,6 +82,7 @@ __all__ = [
     "PermissionDeniedError",
     "PrefixCacheError",
     "QuotaExceededError",
+    "ReadOnlyViewError",
     "RequestIdConflictError",
     "ResourceExhaustedError",
     "SequenceBusyError",
@@ -269,6 +273,19 @@ class ForkedClientError(FailedPreconditionError):
         super().__init__(f"this process was forked from process {pid}, {problem}", {"pid": pid})
 
 
+class ReadOnlyViewError(FailedPreconditionError):
+    """Raised by clients, before anything is computed."""
+
+    reason = "READ_ONLY_VIEW"
+
+    def __init__(self, sequence_id: int, position: int) -> None:
+        super().__init__(
+            f"sequence {sequence_id:#018x} needs its K/V written from position {position} on, and "
+            "the view is for reading only",
+            {"sequence_id": sequence_id, "position": position},
+        )
+
+
 class NoStorageError(FailedPreconditionError):
     reason = "NO_STORAGE"
 
@@ -281,8 +298,8 @@ class StorageOwnedError(FailedPreconditionError):
 
     def __init__(self) -> None:
         super().__init__(
-            "this daemon writes K/V itself; blocks commit when Prefill or Decode of the last "
-            "layer has passed them"
+            "this daemon writes K/V itself, and blocks commit when Prefill or Decode of the last "
+            "layer has passed them; only a session that was attached for writing commits"
         )
 
 
@@ -456,6 +473,20 @@ class PermissionDeniedError(PrefixCacheError):
         super().__init__(
             f"the call needs the role {needed_role}, which the caller has not",
             {"needed_role": needed_role},
+        )
+
+
+class AttachDeniedError(PermissionDeniedError):
+    """access: "read" or "write"."""
+
+    reason = "ATTACH_DENIED"
+
+    def __init__(self, access: str) -> None:
+        PrefixCacheError.__init__(
+            self,
+            f"the caller may not attach to the pool's memory to {access} it: see --attach, and "
+            "'attach' in the auth file",
+            {"access": access},
         )
 
 

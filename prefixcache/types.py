@@ -28,6 +28,14 @@ TokenIds = npt.NDArray[np.uint32]
 """Token ids, `[n] uint32`."""
 
 
+class PoolAccess(enum.IntEnum):
+    """What a process of the daemon's host may do with the pool's memory itself."""
+
+    NONE = 0
+    READ = 1
+    WRITE = 2
+
+
 class CacheUse(enum.IntEnum):
     """How a sequence uses the cache. The values are the ones of the wire."""
 

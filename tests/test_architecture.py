@@ -33,6 +33,7 @@ LAYERS = {
     "server": 4,
     "client": 4,
     "integrations": 5,
+    "attached": 5,
     "replay": 5,
     "bench": 5,
     "cli": 5,

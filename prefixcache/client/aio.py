@@ -23,6 +23,7 @@ from prefixcache.client.aio_events import AsyncEventStream
 from prefixcache.client.aio_keeper import AsyncSessionKeeper
 from prefixcache.client.aio_sequence import AsyncSequence, OpeningSequence
 from prefixcache.client.aio_steps import AsyncStepStream
+from prefixcache.client.attachment import AttachTerms
 from prefixcache.client.channel import (
     DEFAULT_MAX_MESSAGE_BYTES,
     DEFAULT_SESSION_TTL_S,
@@ -130,6 +131,7 @@ class AsyncClient:
             address = resolve_address(target or "")
             channel = make_channel(grpc.aio, address, credentials, options)
             self._own_channel = channel
+        self._address = address
         self._home = HomeProcess(address)
         self._bearer = Bearer(credentials, address)
         weakref.finalize(self, self._bearer.close)
@@ -498,6 +500,12 @@ class AsyncClient:
                 await self._stubs["CloseSession"](
                     request, timeout=min(self._timeout_s, FREE_TIMEOUT_S)
                 )
+
+    async def _attach_terms(self) -> AttachTerms:
+        """For `prefixcache.attached`."""
+        info = await self._ready(None)
+        lease = await self._leased(None)
+        return AttachTerms(info, lease, self._home, self._address, self._bearer.token)
 
     # ---- sending
 

@@ -22,6 +22,7 @@ from prefixcache.client.peer_connection import PeerConnection
 from prefixcache.errors import InvalidArgumentError
 from prefixcache.rpc.peer_protocol import PeerMessage
 
+_SCHEME = "Bearer "
 _TOKEN = re.compile(r"[!-~]+")
 
 Metadata = tuple[tuple[str, str], ...]
@@ -102,6 +103,11 @@ class Bearer:
             return _with(stub, self._fresh_metadata)
         return _with(stub, lambda: self._metadata)
 
+    @property
+    def token(self) -> str:
+        """What is sent now, a ticket too; empty if it is nothing."""
+        return self._metadata[0][1].removeprefix(_SCHEME) if self._metadata else ""
+
     def renew(self, version: int) -> bool:
         """A call was refused that had that version: whether there is a better one now.
 
@@ -153,7 +159,7 @@ class Bearer:
 
 
 def _metadata(token: str) -> Metadata:
-    return (("authorization", f"Bearer {token}"),)
+    return (("authorization", _SCHEME + token),)
 
 
 def _with(stub: Callable[..., Any], metadata: Callable[[], Metadata | None]) -> Callable[..., Any]:

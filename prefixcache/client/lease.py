@@ -118,11 +118,15 @@ class Lease:
         if self.is_session and boot_id != self._boot_id:
             self._lose(boot_id.hex(), "")
 
+    def lose(self, cause: str) -> None:
+        """It is known to be lost, other than by a call of its own."""
+        self._cause = self._cause or cause
+
     def _lose(self, boot_id: str, problem: str) -> None:
         assert self._boot_id is not None
         if boot_id and boot_id != self._boot_id.hex():
             problem = "the daemon was restarted"
-        self._cause = self._cause or problem
+        self.lose(problem)
 
 
 def rows_by_lease(sequences: Sequence[Any], otherwise: Lease) -> dict[Lease, list[int]]:

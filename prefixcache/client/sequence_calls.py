@@ -107,7 +107,7 @@ def append(
     extra_keys: Sequence[ExtraKeys | None] | None,
 ) -> Call[list[AppendResult]]:
     """One row a sequence; a row may be refused, which its result says."""
-    _check_distinct(states)
+    check_distinct(states)
     check_length(tokens, "token_ids", states)
     token_ids, lengths = uint32_rows(tokens, "token_ids")
     valid = _optional_column(num_kv_valid, "num_kv_valid", states)
@@ -169,7 +169,7 @@ def commit(
     owner: bytes, states: States, num_computed_tokens: npt.ArrayLike
 ) -> Call[list[CommitResult]]:
     """One row a sequence; a row may be refused, which its result says."""
-    _check_distinct(states)
+    check_distinct(states)
     counts = uint32_column(num_computed_tokens, "num_computed_tokens").tolist()
     check_length(counts, "num_computed_tokens", states)
     starts = [state.num_committed for state in states]
@@ -316,7 +316,7 @@ def check_length(values: Sequence[Any], field: str, states: States) -> None:
         )
 
 
-def _check_distinct(states: States) -> None:
+def check_distinct(states: States) -> None:
     """Both rows would start at the same position, and the second count as a repeat."""
     if len({state.sequence_id for state in states}) < len(states):
         raise InvalidArgumentError("sequence_ids", "holds one sequence twice")

@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from prefixcache.address import Address
 from prefixcache.client import attention_calls, events, messages, sequence_calls, session_calls
+from prefixcache.client.attachment import AttachTerms
 from prefixcache.client.channel import (
     DEFAULT_MAX_MESSAGE_BYTES,
     DEFAULT_SESSION_TTL_S,
@@ -121,6 +122,7 @@ class Client:
             address = resolve_address(target or "")
             channel = make_channel(grpc, address, credentials, options)
             self._own_channel = channel
+        self._address = address
         self._home = HomeProcess(address)
         self._bearer = Bearer(credentials, address)
         weakref.finalize(self, self._bearer.close)
@@ -485,6 +487,12 @@ class Client:
             request = session_calls.close_session(self._lease)
             with suppress(*SEND_ERRORS):
                 self._stubs["CloseSession"](request, timeout=min(self._timeout_s, FREE_TIMEOUT_S))
+
+    def _attach_terms(self) -> AttachTerms:
+        """For `prefixcache.attached`."""
+        info = self._ready(None)
+        lease = self._leased(None)
+        return AttachTerms(info, lease, self._home, self._address, self._bearer.token)
 
     # ---- sending
 

@@ -86,8 +86,10 @@ class Sequence(SequenceView):
     def commit(self, num_computed_tokens: int, *, timeout_s: float | None = None) -> CommitResult:
         """So many more tokens have their K/V in all layers: full blocks become findable.
 
-        Only for a daemon without K/V storage, else StorageOwnedError. Raises
-        BeyondTokensError, SequenceBusyError or WrongPositionError.
+        Of tokens that the caller has computed: without K/V storage in the daemon, or through an
+        attached view (see `prefixcache.attach`), else StorageOwnedError. It goes on where the layer
+        stands that the daemon knows to be least far. Raises BeyondTokensError, SequenceBusyError or
+        WrongPositionError.
         """
         call = sequence_calls.commit_one(self._lease.owner, self._state, num_computed_tokens)
         return self._client._call(call, timeout_s, self._lease)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import ClassVar, Self
+from typing import ClassVar, Literal, Self
 
 from pydantic import model_validator
 
@@ -85,6 +85,12 @@ class AccessSection(Section):
     tls_key: Path | None = setting(None, "Private key of --tls-cert (PEM).")
     tls_client_ca: Path | None = setting(
         None, "Clients of TCP ports must have a certificate that this CA has signed (PEM)."
+    )
+    attach: Literal["none", "read", "write"] = setting(
+        "write",
+        "What processes of this host that may use a Unix socket of the daemon may do with the "
+        "pool's memory itself: map it to read blocks, or to write K/V too. With several tenants "
+        "each identity of the auth file needs it granted besides.",
     )
 
     @property

@@ -38,7 +38,7 @@ from prefixcache.core.sequence import (
     int32_array,
     uint32_array,
 )
-from prefixcache.core.sessions import Session, SessionLimits
+from prefixcache.core.sessions import Session, SessionLimits, is_session_id
 from prefixcache.core.stats import Counters, PoolStats
 from prefixcache.core.tenants import TenantQuota, Tenants
 from prefixcache.errors import (
@@ -53,6 +53,7 @@ from prefixcache.errors import (
     RequestIdConflictError,
     SequenceBusyError,
     SequenceNotFoundError,
+    StorageOwnedError,
     WrongPositionError,
 )
 from prefixcache.types import (
@@ -539,7 +540,17 @@ class Sequences:
         attachment: a number of the caller's, for one process, that it never uses again; may be
         attached to many sessions. Raises SessionNotFoundError.
         """
-        self.live.sessions.renew(session_id).attachments.add(attachment)
+        session = self.live.sessions.renew(session_id)
+        session.attachments.add(attachment)
+        session.writes_itself = True
+
+    def check_writes_itself(self, owner: bytes) -> None:
+        """Its client has, or had, an attachment: only then does it know what is in the blocks.
+
+        Raises StorageOwnedError, or SessionNotFoundError for a session that has ended.
+        """
+        if not is_session_id(owner) or not self.live.sessions.find(owner).writes_itself:
+            raise StorageOwnedError
 
     def release_quarantine(self, attachment: int) -> int:
         """The process behind an attachment has ended, or has no mapping any more.

@@ -55,6 +55,9 @@ class Session:
     broken_at_s: when its last stream broke; None while one is there, and before the first one.
     settled: its client waits for no call of this number or a lower one any more.
     attachments: whose processes may write to the blocks of its sequences themselves.
+    writes_itself: some process has, or had, such an attachment.
+    on_end: called when it ends, before anything that it holds is given back; neither raises nor
+    waits. Keys are those of who wants to be told.
     """
 
     session_id: bytes
@@ -70,6 +73,8 @@ class Session:
     broken_at_s: float | None = None
     settled: int = 0
     attachments: set[int] = field(default_factory=set)
+    writes_itself: bool = False
+    on_end: dict[int, Callable[[], None]] = field(default_factory=dict)
 
     @property
     def digest(self) -> str:
@@ -209,6 +214,8 @@ class Sessions:
             session.broken_at_s = self._clock()
 
     def remove(self, session: Session) -> None:
+        for told in session.on_end.values():
+            told()
         del self._by_id[session.session_id]
         self.shares.remove(session.tenant)
         if session.request_id:

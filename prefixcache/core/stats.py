@@ -73,8 +73,9 @@ class PoolStats:
     referenced + quarantined + evictable + blank = num_blocks, each >= 0. `slots_written` counts the
     token slots of referenced blocks whose K/V are complete, `num_blocks * block_size` at most.
     `tenants`: those of the auth file, and those that were; none without access control. `calls`:
-    RPCs that were called; the daemon, not the core, fills them in and `uptime_s`. Two snapshots are
-    equal if the pool is: when they were taken, and by which call, is no part of it.
+    RPCs that were called. The daemon, not the core, fills them in, and `uptime_s`, and how many
+    processes are attached to its memory, to read and to write. Two snapshots are equal if the pool
+    is: none of that is a part of it.
     """
 
     num_blocks: int
@@ -107,6 +108,8 @@ class PoolStats:
     tenants: tuple[TenantStats, ...] = ()
     uptime_s: float = field(default=0.0, compare=False)
     calls: tuple[CallStats, ...] = field(default=(), compare=False)
+    attached_readers: int = field(default=0, compare=False)
+    attached_writers: int = field(default=0, compare=False)
 
     @property
     def pool_usage(self) -> float:

@@ -30,6 +30,10 @@ class PeerMessage(IntEnum):
     REFUSED = 0
     TICKET = 1
     """`prefixcache.server.peer_tickets`"""
+    ATTACH = 3
+    """`prefixcache.server.attachments`"""
+    DETACH = 4
+    """`prefixcache.server.attachments`"""
 
 
 def message_of(kind: int, rest: bytes = b"") -> bytes:

@@ -6,6 +6,7 @@ socket gave to a user of this host; or else the certificate of its TLS connectio
 
     caller(context, needed_role)    who makes a call, and that it may
     stream(context, needed_role)    the same for a stream, with what says whether that still holds
+    peer_caller(peer, token)        who asks on the peer socket
     cut_revoked()                   cancel the streams for which it does not
     for_tenant(caller, name)        an operator, asking what a tenant would find
 
@@ -25,6 +26,7 @@ import grpc
 from prefixcache.errors import InvalidArgumentError, UnauthenticatedError
 from prefixcache.server.auth_file import AuthRules, Identity, token_hash
 from prefixcache.server.callers import ANYONE, Caller
+from prefixcache.server.peer_process import Peer
 from prefixcache.server.peer_tickets import PeerTickets
 
 _BEARER = "bearer "
@@ -68,6 +70,9 @@ class OpenAccess:
         self, context: grpc.ServicerContext, needed_role: str | None
     ) -> AbstractContextManager[StreamCaller]:
         return nullcontext(StreamCaller(ANYONE, lambda: None))
+
+    def peer_caller(self, peer: Peer, token: str) -> Caller:
+        return ANYONE
 
     def cut_revoked(self) -> None:
         pass
@@ -118,6 +123,13 @@ class AccessControl:
         finally:
             del self._streams[context]
 
+    def peer_caller(self, peer: Peer, token: str) -> Caller:
+        """By a token or a ticket, or by the peer's user if that is empty.
+
+        Raises UnauthenticatedError.
+        """
+        return self._caller_with(Bearer(token_hash(token)) if token else peer)
+
     def cut_revoked(self) -> None:
         """Cancel streams whose caller could not open them now. To be called now and then."""
         for context, check in list(self._streams.items()):
@@ -133,7 +145,7 @@ class AccessControl:
             raise InvalidArgumentError("tenant", f"{name!r} is not in the auth file")
         return Caller(quota.name, quota.namespace, caller.roles)
 
-    def _caller_with(self, credential: Bearer | Certificate) -> Caller:
+    def _caller_with(self, credential: Bearer | Certificate | Peer) -> Caller:
         identity = self._identity(credential)
         if identity is None:
             raise UnauthenticatedError("it does not know those of the call")
@@ -141,8 +153,10 @@ class AccessControl:
             raise UnauthenticatedError("those of the call have expired")
         return identity.caller
 
-    def _identity(self, credential: Bearer | Certificate) -> Identity | None:
+    def _identity(self, credential: Bearer | Certificate | Peer) -> Identity | None:
         rules = self._rules
+        if isinstance(credential, Peer):
+            return rules.of_user(credential.uid, credential.gids)
         if isinstance(credential, Certificate):
             found = (rules.by_subject.get(name) for name in credential.names)
             return next((identity for identity in found if identity is not None), None)
@@ -151,12 +165,7 @@ class AccessControl:
         if by_token is not None:
             return by_token
         peer = self._tickets.peer_with(credential.digest)
-        if peer is None:
-            return None
-        by_uid = rules.by_uid.get(peer.uid)
-        if by_uid is not None:
-            return by_uid
-        return next((who for gid, who in rules.by_gid.items() if gid in peer.gids), None)
+        return rules.of_user(peer.uid, peer.gids) if peer is not None else None
 
 
 Access = OpenAccess | AccessControl

@@ -3,7 +3,7 @@
 Owns its form, its checks and what it means; a file with any mistake in it is refused as a whole.
 Pure but for `read_auth_file`. The file holds no secrets, but decides who may do what:
 
-    [[identities]]          one of token_sha256, subject, uid, gid; tenant; roles; expires
+    [[identities]]          one of token_sha256, subject, uid, gid; tenant; roles; expires; attach
     [tenants.NAME]          namespace, guaranteed_blocks, max_blocks; may be left out
 """
 
@@ -15,7 +15,7 @@ import os
 import re
 import stat
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -26,6 +26,7 @@ from prefixcache.core.tenants import TenantQuota
 from prefixcache.errors import InvalidArgumentError
 from prefixcache.server.callers import Caller
 from prefixcache.sizes import MAX_BLOCKS
+from prefixcache.types import PoolAccess
 
 MAX_BYTES = 16 * 2**20
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
@@ -57,6 +58,13 @@ class AuthRules:
     by_uid: Mapping[int, Identity]
     by_gid: Mapping[int, Identity]
     tenants: Mapping[str, TenantQuota]
+
+    def of_user(self, uid: int, gids: Collection[int]) -> Identity | None:
+        """A user of this host goes before its groups."""
+        by_uid = self.by_uid.get(uid)
+        if by_uid is not None:
+            return by_uid
+        return next((who for gid, who in self.by_gid.items() if gid in gids), None)
 
 
 def token_hash(token: str) -> bytes:
@@ -106,6 +114,7 @@ class _IdentityEntry(_Entry):
     tenant: _Name
     roles: Annotated[list[Literal["client", "admin"]], Field(min_length=1)] = ["client"]
     expires: Annotated[datetime.datetime, AfterValidator(_with_zone)] | None = None
+    attach: Literal["none", "read", "write"] | None = None
 
     @property
     def selector(self) -> tuple[str, str | int]:
@@ -180,7 +189,7 @@ def parse_auth_rules(document: Mapping[str, object]) -> AuthRules:
             raise ValueError(f"identities[{index}]: {error}") from None
         if value in found[kind]:
             raise ValueError(f"identities[{index}].{kind}: an entry before has the same")
-        found[kind][value] = _identity(entry, tenants[entry.tenant].namespace)
+        found[kind][value] = _identity(entry, tenants)
     return AuthRules(
         by_token={bytes.fromhex(str(key)): who for key, who in found["token_sha256"].items()},
         by_subject={str(key): who for key, who in found["subject"].items()},
@@ -212,8 +221,15 @@ def _quota(name: str, entry: _TenantEntry | None) -> TenantQuota:
     return TenantQuota(name, entry.namespace or name, entry.guaranteed_blocks, entry.max_blocks)
 
 
-def _identity(entry: _IdentityEntry, namespace: str) -> Identity:
-    caller = Caller(entry.tenant, namespace, frozenset(entry.roles))
+def _identity(entry: _IdentityEntry, tenants: Mapping[str, TenantQuota]) -> Identity:
+    pool_access = PoolAccess.NONE
+    if entry.attach is not None:
+        pool_access = PoolAccess[entry.attach.upper()]
+    elif len(tenants) == 1:
+        # The memory holds the K/V of all tenants: with more than one, it is granted or refused.
+        pool_access = PoolAccess.WRITE
+    namespace = tenants[entry.tenant].namespace
+    caller = Caller(entry.tenant, namespace, frozenset(entry.roles), pool_access)
     return Identity(caller, entry.expires.timestamp() if entry.expires is not None else None)
 
 

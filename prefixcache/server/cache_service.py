@@ -19,7 +19,6 @@ from prefixcache.errors import (
     FingerprintMismatchError,
     InvalidArgumentError,
     PrefixCacheError,
-    StorageOwnedError,
 )
 from prefixcache.rpc._pb import cache_pb2
 from prefixcache.rpc.plain import plain_reply
@@ -163,11 +162,11 @@ class CacheService:
         owner = checks.owner(request.owner, caller)
         order = checks.order(request)
         columns = checks.rows(request, "start_positions", "num_computed_tokens", self._max_rows)
-        if self._daemon.engine is not None:
-            raise StorageOwnedError
         rows = list(map(CommitRow._make, zip(*columns.lists(), strict=True)))
         with self._sequences.lock:
             self._sequences.live.take_turn(owner, order)
+            if self._daemon.engine is not None:
+                self._sequences.check_writes_itself(owner)
             results = self._sequences.commit(owner, rows)
         return _CommitResponse(
             result_codes=column32([result.code for result in results]),

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from prefixcache.core.extra_keys import in_namespace
 from prefixcache.core.sessions import owner_key
 from prefixcache.errors import PermissionDeniedError
-from prefixcache.types import ExtraKeys
+from prefixcache.types import ExtraKeys, PoolAccess
 
 CLIENT = "client"
 ADMIN = "admin"
@@ -22,11 +22,15 @@ _FOR_ADMINS = frozenset({"AdminService"})
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Without access control there is one, of no tenant, with all roles: `ANYONE`."""
+    """Without access control there is one, of no tenant, who may do anything: `ANYONE`.
+
+    pool_access: what its processes may do with the pool's memory.
+    """
 
     tenant: str
     namespace: str
     roles: frozenset[str]
+    pool_access: PoolAccess = PoolAccess.NONE
 
     def check_may(self, needed_role: str | None) -> None:
         """Raises PermissionDeniedError. None: any role will do."""
@@ -42,7 +46,7 @@ class Caller:
         return in_namespace(extra_keys, self.namespace)
 
 
-ANYONE = Caller("", "", frozenset(ROLES))
+ANYONE = Caller("", "", frozenset(ROLES), PoolAccess.WRITE)
 
 
 def needed_role(service: str, method: str) -> str | None:

@@ -25,9 +25,12 @@ from prefixcache.core.sessions import SessionLimits
 from prefixcache.errors import InvalidArgumentError
 from prefixcache.rpc._pb import cache_pb2
 from prefixcache.rpc.codec import layout_to_wire
+from prefixcache.server.access import Access
+from prefixcache.server.attachments import Attachments
+from prefixcache.server.shared_pool import SharedPool
 from prefixcache.storage.fixed_scales import FixedScales
 from prefixcache.storage.layout import Layout, fingerprint
-from prefixcache.types import CacheUse
+from prefixcache.types import CacheUse, PoolAccess
 
 if TYPE_CHECKING:
     from prefixcache.engine import Engine
@@ -127,6 +130,8 @@ class Daemon:
         hasher = Hasher(algorithm, cache.hash_seed, cache.block_size, in_background=True)
         self.boot_id = secrets.token_bytes(16)
         self.is_draining = False
+        self.attachments: Attachments | None = None
+        self._shared_pool: SharedPool | None = None
         self.clock = clock
         self._started_s = clock()
         events = None
@@ -155,11 +160,24 @@ class Daemon:
         limits_message = _limits_message(limits, session_limits, cache.block_size)
         self.info = self._make_info(cache, model, limits_message, verify)
 
+    def share_memory(self, access: Access, limit: PoolAccess) -> Attachments | None:
+        """Let processes attach, as far as the limit goes; None without K/V memory, or without."""
+        if self.engine is None or limit is PoolAccess.NONE:
+            return None
+        self._shared_pool = SharedPool(self.engine.memory, self.info)
+        self.attachments = Attachments(self.sequences, self._shared_pool, access, limit)
+        self.info.capabilities.append("attach")
+        if limit is PoolAccess.WRITE:
+            self.info.capabilities.append("attach_write")
+        return self.attachments
+
     def uptime_s(self) -> float:
         return self.clock() - self._started_s
 
     def close(self) -> None:
         """Give the K/V memory back. No call may be running."""
+        if self._shared_pool is not None:
+            self._shared_pool.close()
         if self.engine is not None:
             self.engine.memory.close()
 

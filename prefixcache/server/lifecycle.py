@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack, closing, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -45,6 +45,7 @@ from prefixcache.server.unix_socket import SocketClaim
 from prefixcache.server.watchdog import Watchdog
 from prefixcache.storage.fixed_scales import FixedScales, read_scale_file
 from prefixcache.storage.layout import Layout, num_blocks_for_memory
+from prefixcache.types import PoolAccess
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -74,8 +75,7 @@ def run(config: ServeConfig, read_config: Callable[[], ServeConfig]) -> int:
         tracing = _make_tracing(config.tracing.otlp_endpoint, resources)
         daemon = make_daemon(config, recorder, tracing)
         resources.callback(daemon.close)
-        peers = PeerSocket()
-        resources.callback(peers.close)
+        peers = resources.enter_context(closing(PeerSocket()))
         gate = Gate(config.access, daemon.sequences, peers)
         reload.add(gate.prepare, "auth", "tls_cert", "tls_key", "tls_client_ca")
         server = RpcServer(
@@ -85,6 +85,7 @@ def run(config: ServeConfig, read_config: Callable[[], ServeConfig]) -> int:
             observers=Observers(access_log, tracing),
         )
         addresses = config.network.addresses or (default_listen_address(os.environ),)
+        _offer_memory(daemon, PoolAccess[config.access.attach.upper()], gate, peers, addresses)
         bound = [_listen(server, gate, peers, address, resources) for address in addresses]
         observer = Observer(daemon, server.call_counts, lambda: server.is_serving)
         make_registry = partial(_make_registry, daemon, server, recorder)
@@ -282,6 +283,16 @@ def _settle_objects() -> None:
     """
     gc.collect()
     gc.freeze()
+
+
+def _offer_memory(
+    daemon: Daemon, limit: PoolAccess, gate: Gate, peers: PeerSocket, addresses: Iterable[Address]
+) -> None:
+    """Let processes attach to the pool, where there is a socket to ask on."""
+    if any(isinstance(address, UnixAddress) for address in addresses):
+        attachments = daemon.share_memory(gate.access, limit)
+        if attachments is not None:
+            attachments.serve(peers)
 
 
 def _listen(

@@ -99,6 +99,12 @@ class PeerConnection:
         self._owner.watch_process(self)
         self.process_ends.append(callback)
 
+    def forget_process(self) -> None:
+        """Nobody is told any more when the process ends."""
+        self.process_ends.clear()
+        if self.pidfd is not None:
+            self._owner.stop_watching(self)
+
     def close_descriptors(self) -> None:
         while self.descriptors:
             os.close(self.descriptors.pop())
@@ -164,7 +170,7 @@ class PeerSocket:
         if self._thread.is_alive():
             self._thread.join()
         for connection in list(self._watched):
-            self._stop_watching(connection)
+            self.stop_watching(connection)
         for connection in list(self._open):
             self._drop(connection)
         for opened in (*self._listeners, self._wake_read):
@@ -186,6 +192,15 @@ class PeerSocket:
         self._watched[connection] = None
         ended = partial(self._process_ended, connection)
         self._selector.register(connection.pidfd, selectors.EVENT_READ, ended)
+
+    def stop_watching(self, connection: PeerConnection) -> None:
+        """For `PeerConnection.forget_process`."""
+        assert connection.pidfd is not None
+        del self._watched[connection]
+        self._selector.unregister(connection.pidfd)
+        os.close(connection.pidfd)
+        connection.pidfd = None
+        self._uncount(connection)
 
     def _run(self) -> None:
         while not self._is_closing:
@@ -273,18 +288,10 @@ class PeerSocket:
         self._uncount(connection)
 
     def _process_ended(self, connection: PeerConnection) -> None:
-        self._stop_watching(connection)
+        self.stop_watching(connection)
         for callback in connection.process_ends:
             callback()
         connection.process_ends.clear()
-
-    def _stop_watching(self, connection: PeerConnection) -> None:
-        assert connection.pidfd is not None
-        del self._watched[connection]
-        self._selector.unregister(connection.pidfd)
-        os.close(connection.pidfd)
-        connection.pidfd = None
-        self._uncount(connection)
 
     def _uncount(self, connection: PeerConnection) -> None:
         if connection not in self._open and connection not in self._watched:

@@ -8,13 +8,21 @@ from dataclasses import replace
 from prefixcache.core.stats import CallStats, PoolStats
 from prefixcache.server.call_counts import OK, CallCounts
 from prefixcache.server.daemon import Daemon
+from prefixcache.types import PoolAccess
 
 
 def read_stats(daemon: Daemon, call_counts: Mapping[str, CallCounts]) -> PoolStats:
     """Takes the core's lock. call_counts: by the RPC's name."""
     with daemon.sequences.lock:
         stats = daemon.sequences.stats()
-    return replace(stats, uptime_s=daemon.uptime_s(), calls=read_calls(call_counts))
+    attached = daemon.attachments
+    return replace(
+        stats,
+        uptime_s=daemon.uptime_s(),
+        calls=read_calls(call_counts),
+        attached_readers=attached.count(PoolAccess.READ) if attached is not None else 0,
+        attached_writers=attached.count(PoolAccess.WRITE) if attached is not None else 0,
+    )
 
 
 def read_calls(call_counts: Mapping[str, CallCounts]) -> tuple[CallStats, ...]:

@@ -23,7 +23,7 @@ from prefixcache.errors import DeadlineExceededError, UnavailableError
 from prefixcache.server.auth_file import parse_auth_rules, token_hash
 from prefixcache.server.callers import Caller
 from prefixcache.storage.layout import KVLayout, LatentLayout, Quantization
-from prefixcache.types import ExtraKeys, FullHit, LookupResult, Lora
+from prefixcache.types import ExtraKeys, FullHit, LookupResult, Lora, PoolAccess
 
 INFO = ServerInfo(
     api_version="v1",
@@ -495,7 +495,9 @@ def test_a_new_token_comes_with_the_entry_that_admits_it(
         rules = parse_auth_rules(tomllib.loads(entry))
         identity = rules.by_token[token_hash(token)]
         assert token not in entry
-        assert identity.caller == Caller("team-a", "team-a", frozenset(roles))
+        assert identity.caller == Caller(
+            "team-a", "team-a", frozenset(roles), PoolAccess.WRITE
+        )  # the only tenant's
     assert first.split("\n", 1)[0] != second.split("\n", 1)[0]
     assert rules.by_token[token_hash(token)].expires_at_s is not None
     assert "must be 1 to 63" in run(capsys, "token", "new", "--tenant", "team a", code=2)

@@ -56,6 +56,8 @@ PUBLIC = {
     "TenantStats",
     "TlsCredentials",
     "__version__",
+    "attach",
+    "attach_async",
     "errors",
 }
 

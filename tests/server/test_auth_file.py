@@ -15,6 +15,7 @@ from prefixcache.server.auth_file import (
     token_hash,
 )
 from prefixcache.server.callers import Caller
+from prefixcache.types import PoolAccess
 
 HASH = "0123456789abcdef" * 4
 CLIENT = frozenset({"client"})
@@ -68,9 +69,25 @@ def test_every_kind_of_identity_is_read() -> None:
     }
 
 
+def test_the_memory_is_the_only_tenants_and_with_more_whose_it_is_granted() -> None:
+    def granted(text: str) -> list[PoolAccess]:
+        rules = parse_auth_rules(tomllib.loads(text))
+        return [
+            who.caller.pool_access for who in (*rules.by_token.values(), *rules.by_uid.values())
+        ]
+
+    other = '[[identities]]\nuid = 7\ntenant = "b"\n'
+    assert granted(ONE) == [PoolAccess.WRITE]
+    assert granted(ONE + 'attach = "none"') == [PoolAccess.NONE]
+    assert granted(ONE + other) == [PoolAccess.NONE, PoolAccess.NONE]
+    assert granted(ONE + 'attach = "read"\n' + other) == [PoolAccess.READ, PoolAccess.NONE]
+    assert granted(ONE + other + 'attach = "write"') == [PoolAccess.NONE, PoolAccess.WRITE]
+
+
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
+        (ONE + 'attach = "all"', "identities[0].attach: Input should be 'none', 'read' or 'write'"),
         ("identity = 1", "identity: is no key here"),
         (ONE + 'tennant = "a"', "identities[0].tennant: is no key here"),
         ("[[identities]]\nuid = 1", "identities[0].tenant: Field required"),

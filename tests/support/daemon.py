@@ -5,19 +5,20 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from prefixcache.core.sequence import Prompt
 from prefixcache.core.sessions import SessionLimits
-from prefixcache.server.access import Access
+from prefixcache.server.access import Access, OpenAccess
 from prefixcache.server.calls import Observers
 from prefixcache.server.daemon import CacheOptions, Daemon, LimitOptions, ModelOptions
+from prefixcache.server.peer_socket import PeerSocket, peer_socket_path
 from prefixcache.server.rpc_server import RpcServer
 from prefixcache.server.sweeper import Sweeper
-from prefixcache.types import CacheUse
+from prefixcache.types import CacheUse, PoolAccess
 
 if TYPE_CHECKING:
     from prefixcache.server.tracing import Tracing
@@ -51,8 +52,9 @@ def running_daemon(
     clock: Callable[[], float] = time.monotonic,
     on_allocated: Callable[[Prompt, CacheUse, bool], None] | None = None,
     tracing: Tracing | None = None,
+    attach: PoolAccess = PoolAccess.NONE,
 ) -> Iterator[RunningDaemon]:
-    """Nothing sweeps it but `RunningDaemon.sweep`."""
+    """Nothing sweeps it but `RunningDaemon.sweep`. attach: what anybody may do with its memory."""
     daemon = Daemon(
         cache,
         model,
@@ -64,8 +66,14 @@ def running_daemon(
     )
     observers = Observers(spans=tracing)
     server = RpcServer(daemon, max_workers=max_workers, access=access, observers=observers)
-    with tempfile.TemporaryDirectory() as folder:
-        target = server.listen(f"unix:{Path(folder) / 'prefixcache.sock'}")
+    with tempfile.TemporaryDirectory() as folder, closing(PeerSocket()) as peers:
+        path = Path(folder) / "prefixcache.sock"
+        attachments = daemon.share_memory(access or OpenAccess(), attach)
+        if attachments is not None:
+            attachments.serve(peers)
+            peers.listen(peer_socket_path(path))
+        peers.start()
+        target = server.listen(f"unix:{path}")
         server.start()
         try:
             yield RunningDaemon(target, daemon, server)

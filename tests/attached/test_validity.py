@@ -1,0 +1,285 @@
+"""A view is of use as long as its session and its daemon live, and no result is returned after."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from prefixcache import AsyncClient, Client, errors
+from prefixcache.attached import attach, attach_async, pool_view
+from prefixcache.attached.pool_view import PoolView
+from prefixcache.types import PoolAccess
+from tests.attached.served import KINDS, NUM_LAYERS, OPTIONS, Served, compute, serve
+from tests.support.gate import held
+from tests.support.waiting import until
+
+
+def pool_mappings() -> list[str]:
+    maps = Path("/proc/self/maps").read_text(encoding="ascii")
+    return [line for line in maps.splitlines() if "prefixcache-kv" in line]
+
+
+def full_hit(served: Served) -> tuple[Client, PoolView, object]:
+    """A sequence whose next token needs no writing."""
+    client, view = served.attached()
+    first = client.sequence(range(8))
+    compute(view, first, served.steps(8))
+    first.commit(8)
+    return client, view, client.sequence(range(8))
+
+
+ENDS: dict[str, Callable[[Served, Client], None]] = {
+    "expiry": lambda served, client: served.end_session(),
+    "the client's end": lambda served, client: client.close(),
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_after_the_sessions_end_every_call_is_refused(served: Served, end: str) -> None:
+    client, view, sequence = full_hit(served)
+    assert view.is_valid
+    ENDS[end](served, client)
+    before = served.spans.clone()
+    assert not view.is_valid
+    for call in (
+        view.check,
+        lambda: view.layer(0),
+        lambda: view.decode(0, [sequence], *served.tensors(1), OPTIONS),
+    ):
+        with pytest.raises(errors.SessionLostError):
+            call()
+    assert torch.equal(served.spans, before)
+
+
+def test_a_result_over_blocks_that_may_be_anothers_by_now_is_refused(served: Served) -> None:
+    client, view, sequence = full_hit(served)
+    errors_seen: list[BaseException] = []
+
+    def decode() -> None:
+        try:
+            view.decode(0, [sequence], *served.tensors(1), OPTIONS)
+        except errors.PrefixCacheError as error:
+            errors_seen.append(error)
+
+    with held(pool_view, "decode") as gate:
+        running = threading.Thread(target=decode)
+        running.start()
+        gate.wait()
+        served.end_session()
+        gate.release()
+        running.join()
+    assert [type(error) for error in errors_seen] == [errors.SessionLostError]
+    assert client.sequence([1]).num_cached_tokens == 0  # in another session
+
+
+def test_a_result_over_blocks_that_were_freed_meanwhile_is_refused(served: Served) -> None:
+    _, view, sequence = full_hit(served)
+    seen: list[BaseException] = []
+
+    def decode() -> None:
+        try:
+            view.decode(0, [sequence], *served.tensors(1), OPTIONS)
+        except errors.PrefixCacheError as error:
+            seen.append(error)
+
+    with held(pool_view, "decode") as gate:
+        running = threading.Thread(target=decode)
+        running.start()
+        gate.wait()
+        sequence.free()
+        gate.release()
+        running.join()
+    assert [type(error) for error in seen] == [errors.SequenceNotFoundError]
+
+
+def test_blocks_of_a_live_sequence_are_not_evicted_under_a_reader(served: Served) -> None:
+    """The sequence holds a reference on them, whatever others need."""
+    client, view, sequence = full_hit(served)
+    expected = [
+        view.decode(layer, [sequence], *served.tensors(1), OPTIONS).shape
+        for layer in range(NUM_LAYERS)
+    ]
+    held_blocks = served.span_bytes(sequence)
+    other = served.client()
+    with pytest.raises(errors.NoRoomError):
+        for number in range(100):
+            other.sequence(range(1000 * number, 1000 * number + 16))
+    client.reset_cache(force=True)
+    assert served.span_bytes(sequence) == held_blocks
+    assert view.is_valid
+    assert expected
+
+
+def test_the_daemons_end_is_noticed() -> None:
+    with serve("float32") as served:
+        client = Client(served.running.target)
+        view = attach(client)
+        sequence = client.sequence(range(5))
+        assert view.is_valid
+    assert not view.is_valid
+    with pytest.raises(errors.SessionLostError):
+        view.decode(0, [sequence], *zeros(), OPTIONS)
+    view.close()
+    client.close()
+
+
+def zeros() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    layout = KINDS["float32"]
+    k = torch.zeros(1, layout.num_kv_heads, layout.head_dim)
+    return torch.cat([k, k], dim=1), k, k
+
+
+def test_another_view_follows_one_that_was_lost(served: Served) -> None:
+    client, view = served.attached()
+    served.end_session()
+    with pytest.raises(errors.SessionLostError):
+        view.check()
+    view.close()
+    with attach(client) as again:
+        sequence = client.sequence(range(6))
+        compute(again, sequence, served.steps(6))
+        assert sequence.commit(6).num_cached_blocks == 1
+
+
+def test_a_sequence_of_the_session_before_is_refused(served: Served) -> None:
+    client, view = served.attached()
+    old = client.sequence(range(6))
+    served.end_session()
+    with pytest.raises(errors.SessionLostError):
+        view.check()
+    with attach(client) as again, pytest.raises(errors.FailedPreconditionError):
+        again.decode(0, [old], *served.tensors(1), OPTIONS)
+
+
+def test_close_unmaps_the_pool_and_leaves_no_descriptor(served: Served) -> None:
+    client = served.client()
+    client.server_info()
+    client.sequence([1]).free()
+    fds, mappings = len(os.listdir("/proc/self/fd")), len(pool_mappings())
+    view = attach(client)
+    assert len(pool_mappings()) == mappings + 1
+    view.close()
+    view.close()
+    assert len(pool_mappings()) == mappings
+    # The daemon, in this process, closes its end of the connection in its own time.
+    until(lambda: len(os.listdir("/proc/self/fd")) == fds)
+    assert not view.is_valid
+    with pytest.raises(errors.FailedPreconditionError):
+        view.check()
+
+
+def test_close_waits_for_a_running_call_whose_result_is_good(served: Served) -> None:
+    _, view, sequence = full_hit(served)
+    results: list[torch.Tensor] = []
+    with held(pool_view, "decode") as gate:
+        running = threading.Thread(
+            target=lambda: results.append(view.decode(0, [sequence], *served.tensors(1), OPTIONS))
+        )
+        running.start()
+        gate.wait()
+        closing = threading.Thread(target=view.close)
+        closing.start()
+        until(lambda: not view.is_valid)
+        assert closing.is_alive()
+        gate.release()
+        running.join()
+        closing.join()
+    assert len(results) == 1
+
+
+def test_what_was_computed_can_be_committed_after_close(served: Served) -> None:
+    client, view = served.attached()
+    sequence = client.sequence(range(8))
+    compute(view, sequence, served.steps(8))
+    view.close()
+    assert sequence.commit(8).num_cached_blocks == 2
+
+
+def test_a_view_of_an_address_has_a_client_of_its_own(served: Served) -> None:
+    with attach(served.running.target) as view:
+        assert view.client is not None
+        sequence = view.client.sequence(range(8))
+        compute(view, sequence, served.steps(8))
+        sequence.commit(8)
+    assert served.client().lookup(range(9)).num_cached_tokens == 8
+    assert served.running.daemon.sequences.stats().sessions == 0
+
+
+def test_a_forked_child_has_neither_the_memory_nor_the_view(served: Served) -> None:
+    client, view = served.attached()
+    own = len(pool_mappings())
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            view.check()
+        except errors.ForkedClientError:
+            code = 0 if not pool_mappings() and not view.is_valid else 2
+        view.close()
+        os._exit(code)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert len(pool_mappings()) == own
+    assert view.is_valid
+    view.close()
+    assert client.sequence(range(4)).num_tokens == 4
+
+
+def test_an_asyncio_client_has_the_same_view(served: Served) -> None:
+    async def run() -> None:
+        async with AsyncClient(served.running.target) as client:
+            view = await attach_async(client)
+            sequence = await client.sequence(range(8))
+            compute(view, sequence, served.steps(8))
+            assert (await sequence.commit(8)).num_cached_blocks == 2
+            view.close()
+
+    asyncio.run(run())
+
+
+# ---- what cannot be attached
+
+
+def test_without_a_session_there_is_no_view(served: Served) -> None:
+    with pytest.raises(errors.InvalidArgumentError) as caught:
+        attach(served.client(session_ttl_s=None))
+    assert caught.value.field == "session_ttl_s"
+
+
+@pytest.mark.parametrize(
+    ("limit", "writable", "is_granted"),
+    [
+        (PoolAccess.WRITE, True, True),
+        (PoolAccess.WRITE, False, True),
+        (PoolAccess.READ, True, False),
+        (PoolAccess.READ, False, True),
+    ],
+)
+def test_the_operator_says_how_far_it_goes(
+    limit: PoolAccess, writable: bool, is_granted: bool
+) -> None:
+    with serve("float32", attach=limit) as served:
+        client = served.client()
+        assert "attach" in client.server_info().capabilities
+        assert ("attach_write" in client.server_info().capabilities) is (limit is PoolAccess.WRITE)
+        if is_granted:
+            attach(client, writable=writable).close()
+            return
+        with pytest.raises(errors.AttachDeniedError) as caught:
+            attach(client, writable=writable)
+        assert caught.value.fields["access"] == "write"
+        assert client.stats().attached_writers == 0
+
+
+def test_a_daemon_that_gives_no_memory_says_so() -> None:
+    with serve("float32", attach=PoolAccess.NONE) as served:
+        client = served.client()
+        assert "attach" not in client.server_info().capabilities
+        with pytest.raises(errors.PrefixCacheError):
+            attach(client)
