@@ -13,7 +13,10 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 SOURCES = ("prefixcache", "third_party", "pyproject.toml", "README.md", "LICENSE")
-MODULES = ("append", "commit", "free_queue", "hash_chain", "pool")
+MODULES = (
+    *("admission", "append", "commit", "free_queue", "hash_chain", "pool"),
+    "plain_codec",
+)
 
 
 def build(folder: Path, compiler: str) -> Path:

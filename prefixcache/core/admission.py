@@ -1,21 +1,33 @@
-"""What a prompt finds in the pool and what it takes from it. Changes nothing.
+"""What a prompt finds in the pool and what it takes from it.
 
-Lookup answers with a plan; Allocate makes one under the same lock and carries it out.
+Lookup answers with a plan; Allocate is one that is carried out at once, by compiled code if nothing
+is in its way.
 """
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
+from prefixcache.core.form import FORM
 from prefixcache.core.growth import num_blocks_of
 from prefixcache.core.hashing import Chain
 from prefixcache.core.pending import PendingBlocks
 from prefixcache.core.pool import Pool
 from prefixcache.core.quota import check_quota, num_over_quota
+from prefixcache.core.sequence import int32_array
 from prefixcache.errors import ExceedsPoolError, NoRoomError
 from prefixcache.types import BlockIds, FullHit
+
+_native_take_prompt: Callable[..., tuple[array[int], int] | None] | None = None
+if FORM == "native":
+    from prefixcache.core.native.admission import take_prompt
+
+    _native_take_prompt = take_prompt
 
 _NO_BLOCKS: BlockIds = np.empty(0, dtype=np.int32)
 
@@ -99,3 +111,53 @@ def plan_prompt(
         num_pending_tokens=min((len(hits) + num_pending) * size, num_tokens - 1)
         - num_cached_tokens,
     )
+
+
+class Admitted(NamedTuple):
+    """The blocks of a prompt, all of which it has a reference on now.
+
+    num_hits: leading ones of the table that were cached. num_cached_tokens, num_pending_tokens: as
+    a `Plan` has them.
+    """
+
+    block_table: array[int]
+    num_hits: int
+    num_cached_tokens: int
+    num_pending_tokens: int
+
+
+def admit_prompt(
+    pool: Pool,
+    pending: PendingBlocks,
+    num_tokens: int,
+    chain: Chain | None,
+    num_lookahead_tokens: int,
+    full_hit: FullHit,
+    account: int = 0,
+) -> Admitted:
+    """Carry out the plan that `plan_prompt` would make.
+
+    Raises ExceedsPoolError, QuotaExceededError or NoRoomError, and changes nothing.
+    """
+    size = pool.block_size
+    if _native_take_prompt is not None:
+        num_blocks = num_blocks_of(num_tokens + num_lookahead_tokens, size)
+        num_usable = num_usable_blocks(num_tokens, full_hit, size)
+        taken = _native_take_prompt(pool, chain, num_usable, num_blocks)
+        if taken is not None:
+            table, num_hits = taken
+            num_pending = 0
+            if chain is not None:
+                num_pending = pending.num_blocks(chain.hashes, num_hits, num_usable)
+            num_cached_tokens = min(num_hits * size, num_tokens - 1)
+            num_computed_tokens = min((num_hits + num_pending) * size, num_tokens - 1)
+            return Admitted(
+                table, num_hits, num_cached_tokens, num_computed_tokens - num_cached_tokens
+            )
+    plan = plan_prompt(pool, pending, num_tokens, chain, num_lookahead_tokens, full_hit, account)
+    plan.check_room(pool, account)
+    if chain is not None:
+        pool.acquire_hits(plan.hits, chain, account)
+    new_blocks = pool.take(plan.num_blocks - len(plan.hits), account)
+    table = int32_array(np.concatenate((plan.hits, new_blocks)))
+    return Admitted(table, len(plan.hits), plan.num_cached_tokens, plan.num_pending_tokens)

@@ -18,7 +18,7 @@ from dataclasses import asdict
 import numpy as np
 
 from prefixcache.core import growth
-from prefixcache.core.admission import Plan, plan_prompt
+from prefixcache.core.admission import Plan, admit_prompt, plan_prompt
 from prefixcache.core.append_batch import AppendBatch, AppendedBatch
 from prefixcache.core.explain import Explainer
 from prefixcache.core.form import FORM
@@ -35,7 +35,6 @@ from prefixcache.core.sequence import (
     CopyTicket,
     Prompt,
     Sequence,
-    int32_array,
     uint32_array,
 )
 from prefixcache.core.sessions import Session, SessionLimits, is_session_id
@@ -192,10 +191,17 @@ class Sequences:
             return self._repeated_allocate(earlier, call, prompt)
         self.live.check_can_add(owner, 1, account)
 
-        num_tokens, size = len(prompt.token_ids), self.pool.block_size
-        plan = self._plan(prompt, num_lookahead_tokens, cache_use, full_hit, account)
+        chain, num_tokens = prompt.chain, len(prompt.token_ids)
         try:
-            plan.check_room(self.pool, account)
+            admitted = admit_prompt(
+                self.pool,
+                self.pending,
+                num_tokens,
+                chain if cache_use.reads else None,
+                num_lookahead_tokens,
+                full_hit,
+                account,
+            )
         except (ExceedsPoolError, QuotaExceededError):
             self.counters.allocation_refused += 1
             self.tenants.count_refusal(account)
@@ -204,13 +210,11 @@ class Sequences:
             self.counters.allocation_refused += 1
             self.tenants.count_refusal(account)
             raise error.naming(self._holders.largest(account)) from None
-        if prompt.chain is not None and cache_use.reads:
-            self.pool.acquire_hits(plan.hits, prompt.chain, account)
-        new_blocks = self.pool.take(plan.num_blocks - len(plan.hits), account)
-        block_ids = np.concatenate((plan.hits, new_blocks))
+        table, num_hits, num_cached_tokens, num_pending_tokens = admitted
+        block_ids = np.frombuffer(table.tobytes(), dtype=np.int32)
 
         registers = cache_use.writes and self._caching
-        hashes = prompt.chain.hashes.data if registers and prompt.chain else b""
+        hashes = chain.hashes.data if registers and chain is not None else b""
         sequence = Sequence(
             sequence_id=self.live.new_id(),
             serial=self.live.next_serial(),
@@ -219,13 +223,13 @@ class Sequences:
             cache_use=cache_use,
             extra_keys=prompt.extra_keys,
             token_ids=uint32_array(prompt.token_ids),
-            block_table=int32_array(block_ids),
+            block_table=table,
             hashes=bytearray(hashes),
-            computed=[plan.num_cached_tokens] * self._num_layers,
+            computed=[num_cached_tokens] * self._num_layers,
             num_prompt_tokens=num_tokens,
-            num_cached_tokens=plan.num_cached_tokens,
-            num_cached_blocks=len(plan.hits),
-            first_writable=len(plan.hits) * size,
+            num_cached_tokens=num_cached_tokens,
+            num_cached_blocks=num_hits,
+            first_writable=num_hits * self.pool.block_size,
             registers=registers,
             last_attention_start={},
             created_at_s=self._clock(),
@@ -235,13 +239,9 @@ class Sequences:
         self.live.add(sequence)
         self._recent_keys.note(prompt.extra_keys)
         self.pending.begin(sequence, hashes)
-        self._count_allocation(sequence, len(plan.hits), resumed)
+        self._count_allocation(sequence, num_hits, resumed)
         reply = AllocateResult(
-            sequence.sequence_id,
-            plan.num_cached_tokens,
-            len(plan.hits),
-            block_ids,
-            plan.num_pending_tokens,
+            sequence.sequence_id, num_cached_tokens, num_hits, block_ids, num_pending_tokens
         )
         self._applied(sequence, call, reply)
         if self._on_allocated is not None:

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 from prefixcache.core.pending import Waiter
 from prefixcache.core.sequence import Prompt
-from prefixcache.core.sequences import Sequences
 from prefixcache.core.sessions import CallOrder
 from prefixcache.errors import DrainingError
 from prefixcache.server.daemon import Daemon
 from prefixcache.types import AllocateResult, CacheUse, FullHit
 
 
-@dataclass(frozen=True, slots=True)
-class Allocation:
-    """owner: its key. order: None of a client that numbers no calls."""
+class Allocation(NamedTuple):
+    """owner: its key. order: None of a client that numbers no calls.
+
+    A named tuple, which is made faster than a frozen dataclass: each Allocate makes one.
+    """
 
     daemon: Daemon
     owner: bytes
@@ -32,9 +32,17 @@ class Allocation:
 
     def apply(self) -> AllocateResult:
         """`Sequences.allocate`, in its turn."""
-        self._take_turn()
-        return self._sequences.allocate(
-            self.owner, self.request_id, self.prompt, resumed=self.resumed, **self._options
+        sequences = self.daemon.sequences
+        sequences.live.take_turn(self.owner, self.order)
+        return sequences.allocate(
+            self.owner,
+            self.request_id,
+            self.prompt,
+            num_lookahead_tokens=self.num_lookahead_tokens,
+            cache_use=self.cache_use,
+            full_hit=self.full_hit,
+            resumed=self.resumed,
+            account=self.account,
         )
 
     def look(self, wake: Callable[[], object]) -> Waiter | None:
@@ -42,23 +50,15 @@ class Allocation:
         # Under the lock, or a drain could wake those that wait just before this one does.
         if self.daemon.is_draining:
             raise DrainingError
-        self._take_turn()
-        return self._sequences.wait_for_pending(
-            self.owner, self.request_id, self.prompt, wake, **self._options
+        sequences = self.daemon.sequences
+        sequences.live.take_turn(self.owner, self.order)
+        return sequences.wait_for_pending(
+            self.owner,
+            self.request_id,
+            self.prompt,
+            wake,
+            num_lookahead_tokens=self.num_lookahead_tokens,
+            cache_use=self.cache_use,
+            full_hit=self.full_hit,
+            account=self.account,
         )
-
-    @property
-    def _sequences(self) -> Sequences:
-        return self.daemon.sequences
-
-    @property
-    def _options(self) -> dict[str, Any]:
-        return {
-            "num_lookahead_tokens": self.num_lookahead_tokens,
-            "cache_use": self.cache_use,
-            "full_hit": self.full_hit,
-            "account": self.account,
-        }
-
-    def _take_turn(self) -> None:
-        self._sequences.live.take_turn(self.owner, self.order)

@@ -54,6 +54,8 @@ class CacheService:
         self._block_size = daemon.sequences.pool.block_size
         self._max_tokens = daemon.info.limits.max_tokens_per_call
         self._max_rows = daemon.info.limits.max_rows_per_call
+        self._max_wait_s = daemon.info.limits.max_wait_pending_s
+        self._fingerprint = daemon.info.layout_fingerprint
 
     def get_server_info(
         self, request: cache_pb2.GetServerInfoRequest, caller: Caller
@@ -95,9 +97,7 @@ class CacheService:
         context: grpc.ServicerContext | None = None,
     ) -> Any:
         """context: of the call, if it is one by itself: a part of a step may not wait."""
-        wait_s = checks.wait_pending_s(
-            request.wait_pending_ms, self._daemon.info.limits.max_wait_pending_s
-        )
+        wait_s = checks.wait_pending_s(request.wait_pending_ms, self._max_wait_s)
         if wait_s and context is None:
             raise InvalidArgumentError("wait_pending_ms", "must be 0 in a step, which never waits")
         allocation = self._allocation(request, caller)
@@ -267,8 +267,8 @@ class CacheService:
         return self._sequences.tenants.account_of(caller.tenant, caller.namespace)
 
     def _check_fingerprint(self, given: bytes) -> None:
-        if given and given != self._daemon.info.layout_fingerprint:
-            raise FingerprintMismatchError(given, self._daemon.info.layout_fingerprint)
+        if given and given != self._fingerprint:
+            raise FingerprintMismatchError(given, self._fingerprint)
 
     def _check_not_draining(self) -> None:
         if self._daemon.is_draining:

@@ -30,6 +30,9 @@ if FORM == "native":
 
 OWNER_BYTES = 16
 MAX_REQUEST_ID_BYTES = 256
+_CACHE_USES: dict[int, CacheUse] = {0: CacheUse.READ_WRITE, **{int(use): use for use in CacheUse}}
+_FULL_HITS: dict[int, FullHit] = {0: FullHit.LAST_TOKEN, **{int(hit): hit for hit in FullHit}}
+"""By their values on the wire, of which 0 is the default."""
 
 
 def owner(value: bytes, caller: Caller) -> bytes:
@@ -160,17 +163,17 @@ def wait_pending_s(value_ms: int, longest_s: float) -> float:
 
 
 def cache_use(value: int) -> CacheUse:
-    try:
-        return CacheUse(value or CacheUse.READ_WRITE)
-    except ValueError:
-        raise InvalidArgumentError("cache_use", f"{value} is not a value") from None
+    found = _CACHE_USES.get(value)
+    if found is None:
+        raise InvalidArgumentError("cache_use", f"{value} is not a value")
+    return found
 
 
 def full_hit(value: int) -> FullHit:
-    try:
-        return FullHit(value or FullHit.LAST_TOKEN)
-    except ValueError:
-        raise InvalidArgumentError("full_hit", f"{value} is not a value") from None
+    found = _FULL_HITS.get(value)
+    if found is None:
+        raise InvalidArgumentError("full_hit", f"{value} is not a value")
+    return found
 
 
 def append_batch(request: Any, block_size: int, max_tokens: int, max_rows: int) -> AppendBatch:
