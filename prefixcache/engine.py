@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from prefixcache.attention.batch import AttentionBatch
@@ -25,13 +26,16 @@ from prefixcache.core.sequences import Sequences
 from prefixcache.core.sessions import CallOrder
 from prefixcache.errors import InvalidArgumentError
 from prefixcache.storage.kv_cache import KVCache
-from prefixcache.storage.layout import Layout
+from prefixcache.storage.layout import DTYPE_BYTES, Layout
 from prefixcache.storage.pool_memory import PoolMemory
 from prefixcache.types import AttentionOptions, HostTensor
 
-Attend = Callable[[torch.Tensor, KVCache, AttentionBatch, AttentionOptions], torch.Tensor]
+Attend = Callable[..., torch.Tensor]
+"""`prefill` or `decode`."""
 Columns: TypeAlias = tuple[list[int], list[int], list[int]]
 """Sequence ids, start positions and token counts of a call, `[S]` each."""
+Memory: TypeAlias = npt.NDArray[np.uint8]
+"""Bytes that may be written to, `[num_bytes]`."""
 NewTokens: TypeAlias = tuple[HostTensor, HostTensor, HostTensor | None]
 """q, k and v of a call; no v for latent K/V."""
 
@@ -90,16 +94,18 @@ class Engine:
         tensors: NewTokens,
         options: AttentionOptions,
         order: CallOrder | None = None,
+        out: Memory | None = None,
     ) -> HostTensor:
         """Write K/V of new tokens of one layer and attend over all tokens so far.
 
         columns: sequence ids, start positions and token counts, `[S]` each. tensors: q
         `[T, Hq, D]`, k `[T, Hkv, D]` and v `[T, Hkv, Dv]`, of the layout's dtype; v is None for
-        latent K/V, which need a scale. Returns out `[T, Hq, Dv]`.
+        latent K/V, which need a scale. Returns out `[T, Hq, Dv]`; in the memory `out`, of as many
+        bytes, if that is given.
         Raises InvalidArgumentError and the errors of `Sequences.begin_attention`; nothing has
         been written then.
         """
-        return self._attend(prefill, owner, layer, columns, tensors, options, order)
+        return self._attend(prefill, owner, layer, columns, tensors, options, order, out)
 
     def decode(
         self,
@@ -109,9 +115,10 @@ class Engine:
         tensors: NewTokens,
         options: AttentionOptions,
         order: CallOrder | None = None,
+        out: Memory | None = None,
     ) -> HostTensor:
         """`prefill` for one or a few tokens of each of many sequences."""
-        return self._attend(decode, owner, layer, columns, tensors, options, order)
+        return self._attend(decode, owner, layer, columns, tensors, options, order, out)
 
     def _attend(
         self,
@@ -121,12 +128,14 @@ class Engine:
         columns: Columns,
         tensors: NewTokens,
         options: AttentionOptions,
-        order: CallOrder | None = None,
+        order: CallOrder | None,
+        out: Memory | None,
     ) -> HostTensor:
         layout = self.memory.layout
         if not 0 <= layer < layout.num_layers:
             raise InvalidArgumentError("layer", f"is {layer}, must be below {layout.num_layers}")
         check_new_tokens(layout, tensors, sum(columns[2]))
+        _check_out(layout, tensors[0], out)
         cache = self.memory.layer(layer)
         check_options(options, tensors[0].shape[1], is_latent=cache.is_latent)
         q, k = self._to_device(tensors[0]), self._to_device(tensors[1])
@@ -145,16 +154,38 @@ class Engine:
             )
             with self._around_kernels():
                 write_kv(cache, k, v, batch.slot_mapping)
-                out = _to_host(attend(q, cache, batch, options))
+                result = self._attended(attend, q, cache, batch, options, out)
             written = True
         finally:
             with self._sequences.lock:
                 self._sequences.end_attention(ticket, written=written)
-        return out
+        return result
+
+    def _attended(
+        self,
+        attend: Attend,
+        q: torch.Tensor,
+        cache: KVCache,
+        batch: AttentionBatch,
+        options: AttentionOptions,
+        out: Memory | None,
+    ) -> HostTensor:
+        if out is None:
+            return _to_host(attend(q, cache, batch, options))
+        shape = (*q.shape[:2], cache.values.shape[3])
+        target = torch.from_numpy(out).view(q.dtype).reshape(shape)
+        if q.device.type == "cpu":
+            attend(q, cache, batch, options, out=target)
+        else:
+            target.copy_(attend(q, cache, batch, options))
+        return _to_host(target)
 
     def _to_device(self, tensor: HostTensor) -> torch.Tensor:
-        # Torch wants memory that may be written to. numpy copies without the GIL.
-        flat = torch.from_numpy(np.frombuffer(tensor.data, dtype=np.uint8).copy())
+        data = np.frombuffer(tensor.data, dtype=np.uint8)
+        if not data.flags.writeable:
+            # Torch wants memory that may be written to. numpy copies without the GIL.
+            data = data.copy()
+        flat = torch.from_numpy(data)
         return flat.view(self.memory.dtype).reshape(tensor.shape).to(self.memory.device)
 
 
@@ -182,6 +213,13 @@ def check_new_tokens(
     _check_tensor("k", k, (num_tokens, heads, layout.head_dim), layout.dtype)
     if v is not None:
         _check_tensor("v", v, (num_tokens, heads, layout.value_dim), layout.dtype)
+
+
+def _check_out(layout: Layout, q: HostTensor, out: Memory | None) -> None:
+    num_tokens, num_heads, _ = q.shape
+    num_bytes = num_tokens * num_heads * layout.value_dim * DTYPE_BYTES[q.dtype]
+    if out is not None and len(out) != num_bytes:
+        raise InvalidArgumentError("out.num_bytes", f"is {len(out)}, the output has {num_bytes}")
 
 
 def _check_tensor(name: str, tensor: Described, shape: tuple[int, int, int], dtype: str) -> None:

@@ -20,6 +20,7 @@ PrefixCacheError
 │   ├── ForkedClientError           the client belongs to the process that this one was forked from
 │   ├── ReadOnlyViewError           a client's: its view of the pool is for reading only
 │   ├── NoStorageError              Prefill or Decode on a daemon without K/V memory
+│   ├── ArenaLostError              tensors by reference where the caller has no arena any more
 │   └── StorageOwnedError           Commit to a daemon with K/V memory, by who is not attached to it
 ├── OutOfRangeError
 │   └── EventsGoneError             events from that number on are not there, or not any more
@@ -59,6 +60,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AbortedError",
     "AlreadyExistsError",
+    "ArenaLostError",
     "AttachDeniedError",
     "BeyondTokensError",
     "BlocksInUseError",
@@ -291,6 +293,15 @@ class NoStorageError(FailedPreconditionError):
 
     def __init__(self) -> None:
         super().__init__("this daemon holds no K/V memory (--storage none)")
+
+
+class ArenaLostError(FailedPreconditionError):
+    """The Python client sends the tensors in the message then, and makes another arena later."""
+
+    reason = "ARENA_LOST"
+
+    def __init__(self, problem: str) -> None:
+        super().__init__(f"the arena cannot be used: {problem}")
 
 
 class StorageOwnedError(FailedPreconditionError):

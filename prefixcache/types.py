@@ -166,9 +166,10 @@ PLAIN_ATTENTION = AttentionOptions()
 
 @dataclass(frozen=True, slots=True)
 class HostTensor:
-    """A dense tensor in host memory: row-major, little-endian bytes, which nobody changes.
+    """A dense tensor in host memory: row-major, little-endian bytes.
 
-    dtype: "float32", "float16" or "bfloat16".
+    dtype: "float32", "float16" or "bfloat16". data: nobody changes them, but in memory that is
+    shared with another process, which should not.
     """
 
     dtype: str

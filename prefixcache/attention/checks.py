@@ -48,6 +48,20 @@ def check_write(
         )
 
 
+def output_of(q: torch.Tensor, cache: KVCache, out: torch.Tensor | None) -> torch.Tensor:
+    """`out`, or new memory: `[T, Hq, Dv]`, contiguous, like q."""
+    shape = (*q.shape[:2], cache.values.shape[3])
+    if out is None:
+        return q.new_empty(shape)
+    if (out.shape, out.dtype, out.device) != (shape, q.dtype, q.device) or not out.is_contiguous():
+        raise InvalidArgumentError(
+            "out",
+            f"must be contiguous {q.dtype} {list(shape)} on {q.device}, is {out.dtype} "
+            f"{list(out.shape)} on {out.device}",
+        )
+    return out
+
+
 def check_attention(
     q: torch.Tensor, cache: KVCache, batch: AttentionBatch, options: AttentionOptions
 ) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 
 from prefixcache.attention.batch import AttentionBatch
-from prefixcache.attention.checks import check_attention
+from prefixcache.attention.checks import check_attention, output_of
 from prefixcache.attention.device import uses_native, uses_triton
 from prefixcache.attention.prefill import attend_many
 from prefixcache.attention.selection import choose_shared_prefix
@@ -31,12 +31,18 @@ FEW_TOKENS = 16
 
 @torch.no_grad()
 def decode(
-    q: torch.Tensor, cache: KVCache, batch: AttentionBatch, options: AttentionOptions
+    q: torch.Tensor,
+    cache: KVCache,
+    batch: AttentionBatch,
+    options: AttentionOptions,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention over all tokens so far, the new ones included.
 
     q: `[T, Hq, D]` of the cache's dtype, or of any if that is quantised. cache: K/V of the new
-    tokens in place. Returns `[T, Hq, Dv]` of q's dtype, new memory. Any number of tokens is right.
+    tokens in place. out: where the result goes, contiguous, of its
+    shape and q's dtype; new memory if left out. Returns `[T, Hq, Dv]`. Any number of tokens is
+    right.
 
     Raises InvalidArgumentError on a wrong shape, dtype, device or option, or a batch that does
     not fit.
@@ -44,20 +50,24 @@ def decode(
     if uses_triton(q):
         from prefixcache.attention.paged_attention import paged_attention
 
-        return paged_attention(q, cache, batch, options)
+        return paged_attention(q, cache, batch, options, out)
     check_attention(q, cache, batch, options)
     if uses_native(q, cache):
         from prefixcache.attention.native_attention import native_attention
 
-        return native_attention(q, cache, batch, options)
-    return decode_in_torch(q, cache, batch, options)
+        return native_attention(q, cache, batch, options, out=out)
+    return decode_in_torch(q, cache, batch, options, out)
 
 
 def decode_in_torch(
-    q: torch.Tensor, cache: KVCache, batch: AttentionBatch, options: AttentionOptions
+    q: torch.Tensor,
+    cache: KVCache,
+    batch: AttentionBatch,
+    options: AttentionOptions,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`decode` of checked arguments without compiled code."""
-    out = q.new_empty(*q.shape[:2], cache.values.shape[3])
+    out = output_of(q, cache, out)
     max_blocks = min(tile_blocks(cache, q.shape[1]), batch.block_tables.shape[1])
     reader = KVReader(cache, max_blocks)
     plan = choose_shared_prefix(cache, batch, options)

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from prefixcache.attention.batch import AttentionBatch
+from prefixcache.attention.checks import output_of
 from prefixcache.attention.device import native_forms
 from prefixcache.attention.selection import choose_shared_prefix
 from prefixcache.storage.kv_cache import KVCache
@@ -27,8 +28,9 @@ def native_attention(
     form: str | None = None,
     *,
     in_background: bool = False,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Checked arguments as in `decode`; returns `[T, Hq, Dv]` of q's dtype, new memory.
+    """Checked arguments, and the result, as in `decode`.
 
     form: one of `native_forms()`; the best of them if left out. in_background: if it takes more
     than about 1 ms, threads of lower priority do it, so that short calls are delayed less.
@@ -36,7 +38,7 @@ def native_attention(
     """
     from prefixcache.attention.native.attention import attend
 
-    out = q.new_empty(*q.shape[:2], cache.values.shape[3])
+    out = output_of(q, cache, out)
     if len(q) > 0:
         attend(
             form or native_forms()[0],

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from prefixcache.attention.batch import AttentionBatch
-from prefixcache.attention.checks import check_attention
+from prefixcache.attention.checks import check_attention, output_of
 from prefixcache.attention.device_batch import DeviceBatch, upload
 from prefixcache.attention.mla import launch_mla
 from prefixcache.attention.selection import (
@@ -38,18 +38,22 @@ _COMBINE_ELEMENTS = 8192  # float32 of the parts of one row that 4 warps hold in
 
 @torch.no_grad()
 def paged_attention(
-    q: torch.Tensor, cache: KVCache, batch: AttentionBatch, options: AttentionOptions
+    q: torch.Tensor,
+    cache: KVCache,
+    batch: AttentionBatch,
+    options: AttentionOptions,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention over all tokens so far, the new ones included.
 
     q: `[T, Hq, D]` of the cache's dtype, and of any if that is quantised; any strides. cache: K/V
-    of the new tokens in place. Returns `[T, Hq, Dv]` of q's dtype, new memory.
+    of the new tokens in place. out: as in `decode`. Returns `[T, Hq, Dv]` of q's dtype.
 
     Raises InvalidArgumentError on a wrong shape, dtype, device, scale, or a batch that does not
     fit.
     """
     check_attention(q, cache, batch, options)
-    out = q.new_empty(*q.shape[:2], cache.values.shape[3])
+    out = output_of(q, cache, out)
     if len(q) == 0:
         return out
     longest_query = int(np.diff(batch.query_start).max())

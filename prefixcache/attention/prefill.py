@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 
 from prefixcache.attention.batch import AttentionBatch
-from prefixcache.attention.checks import check_attention
+from prefixcache.attention.checks import check_attention, output_of
 from prefixcache.attention.device import uses_native, uses_triton
 from prefixcache.attention.selection import choose_shared_prefix
 from prefixcache.attention.sequence_kv import KVReader, KVTile, select_heads
@@ -42,12 +42,17 @@ _KEY_ELEMENTS = 2**22  # of the K, and of the V, that are float32 at a time: 16 
 
 @torch.no_grad()
 def prefill(
-    q: torch.Tensor, cache: KVCache, batch: AttentionBatch, options: AttentionOptions
+    q: torch.Tensor,
+    cache: KVCache,
+    batch: AttentionBatch,
+    options: AttentionOptions,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention over all tokens so far: the token at position p sees positions 0..p.
 
     q: `[T, Hq, D]` of the cache's dtype, or of any if that is quantised. cache: K/V of the new
-    tokens in place. Returns `[T, Hq, Dv]` of q's dtype, new memory.
+    tokens in place. out: where the result goes, contiguous, of its
+    shape and q's dtype; new memory if left out. Returns `[T, Hq, Dv]`.
 
     Raises InvalidArgumentError on a wrong shape, dtype, device or option, or a batch that does
     not fit.
@@ -55,20 +60,24 @@ def prefill(
     if uses_triton(q):
         from prefixcache.attention.paged_attention import paged_attention
 
-        return paged_attention(q, cache, batch, options)
+        return paged_attention(q, cache, batch, options, out)
     check_attention(q, cache, batch, options)
     if uses_native(q, cache):
         from prefixcache.attention.native_attention import native_attention
 
-        return native_attention(q, cache, batch, options, in_background=True)
-    return prefill_in_torch(q, cache, batch, options)
+        return native_attention(q, cache, batch, options, in_background=True, out=out)
+    return prefill_in_torch(q, cache, batch, options, out)
 
 
 def prefill_in_torch(
-    q: torch.Tensor, cache: KVCache, batch: AttentionBatch, options: AttentionOptions
+    q: torch.Tensor,
+    cache: KVCache,
+    batch: AttentionBatch,
+    options: AttentionOptions,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`prefill` of checked arguments without compiled code."""
-    out = q.new_empty(*q.shape[:2], cache.values.shape[3])
+    out = output_of(q, cache, out)
     plan = choose_shared_prefix(cache, batch, options)
     if plan is not None:
         max_blocks = min(tile_blocks(cache, q.shape[1]), batch.block_tables.shape[1])

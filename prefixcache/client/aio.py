@@ -23,7 +23,9 @@ from prefixcache.client.aio_events import AsyncEventStream
 from prefixcache.client.aio_keeper import AsyncSessionKeeper
 from prefixcache.client.aio_sequence import AsyncSequence, OpeningSequence
 from prefixcache.client.aio_steps import AsyncStepStream
+from prefixcache.client.arena import DEFAULT_ARENA_BYTES, Arenas, Region
 from prefixcache.client.attachment import AttachTerms
+from prefixcache.client.attention_calls import AttentionCall
 from prefixcache.client.channel import (
     DEFAULT_MAX_MESSAGE_BYTES,
     DEFAULT_SESSION_TTL_S,
@@ -51,6 +53,7 @@ from prefixcache.client.tensors import TensorT
 from prefixcache.client.unanswered_steps import UnansweredSteps
 from prefixcache.core.stats import PoolStats
 from prefixcache.errors import (
+    ArenaLostError,
     FailedPreconditionError,
     InvalidArgumentError,
     SessionLostError,
@@ -92,6 +95,9 @@ class AsyncClient:
     client_name: what operators see of the session, at most 128 bytes.
     credentials: what a daemon with access control asks for. On a Unix socket the user that this
         process runs as may be enough, and nothing is to be given.
+    arena_bytes: on a Unix socket, tensors of large Prefills and Decodes go through so much memory
+        that this client shares with the daemon, and which takes no more than they have needed.
+        What finds no room there goes in the message, as it all does for 0.
     channel: instead of a target, a channel that stays the caller's to close; it is best made with
         `channel_options()`.
 
@@ -119,6 +125,7 @@ class AsyncClient:
         session_ttl_s: float | None = DEFAULT_SESSION_TTL_S,
         client_name: str = "",
         credentials: Credentials = NO_CREDENTIALS,
+        arena_bytes: int = DEFAULT_ARENA_BYTES,
         channel: grpc.aio.Channel | None = None,
     ) -> None:
         if (target is None) == (channel is None):
@@ -135,6 +142,8 @@ class AsyncClient:
         self._home = HomeProcess(address)
         self._bearer = Bearer(credentials, address)
         weakref.finalize(self, self._bearer.close)
+        self._arenas = Arenas(address, arena_bytes, self._bearer)
+        weakref.finalize(self, self._arenas.close)
         self._stubs = make_stubs(channel, self._bearer)
         self._timeout_s = timeout_s
         self._fingerprint = expected_fingerprint
@@ -165,6 +174,7 @@ class AsyncClient:
         finally:
             if self._own_channel is not None:
                 await self._own_channel.close()
+            self._arenas.close()
             self._bearer.close()
 
     async def __aenter__(self) -> Self:
@@ -390,7 +400,7 @@ class AsyncClient:
         call = attention_calls.prefill(
             lease.owner, layer, _states(sequences), num_tokens, (q, k, v), options
         )
-        return await self._call(call, timeout_s, lease)
+        return await self._attend(call, timeout_s, lease)
 
     async def decode(
         self,
@@ -411,7 +421,7 @@ class AsyncClient:
         call = attention_calls.decode(
             lease.owner, layer, _states(sequences), num_tokens, (q, k, v), options
         )
-        return await self._call(call, timeout_s, lease)
+        return await self._attend(call, timeout_s, lease)
 
     # ---- steps
 
@@ -520,6 +530,18 @@ class AsyncClient:
         await self._ready(timeout_s)
         return await self._send(call, timeout_s, lease)
 
+    async def _attend(
+        self, call: AttentionCall[TensorT], timeout_s: float | None, lease: Lease
+    ) -> TensorT:
+        """Large tensors go by reference where the daemon takes them so, else in the message."""
+        info = await self._ready(timeout_s)
+        region = await self._region(call.num_bytes(info.layout), info)
+        if region is not None:
+            with suppress(ArenaLostError), region:
+                by_reference = call.by_reference(region, info.layout)
+                return await self._send(by_reference, timeout_s, lease)
+        return await self._send(call.inline(), timeout_s, lease)
+
     async def _send(
         self,
         call: Call[ResultT],
@@ -549,6 +571,14 @@ class AsyncClient:
     async def _renewed(self, version: int) -> bool:
         """Whether the same call may succeed now. Not in the event loop, which it would hold up."""
         return await asyncio.to_thread(self._bearer.renew, version)
+
+    async def _region(self, num_bytes: int, info: ServerInfo) -> Region | None:
+        """For the tensors of a call. Not in the event loop: it would hold it up."""
+        if not self._arenas.may_have(num_bytes, info):
+            return None
+        if not self._arenas.is_ready:
+            await asyncio.to_thread(self._arenas.prepare, info)
+        return self._arenas.region(num_bytes)
 
     async def _free_lost(self, lease: Lease, lost: list[LostRequest], timeout_s: float) -> None:
         """What fails here is tried again ahead of a later call."""

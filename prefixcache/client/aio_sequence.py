@@ -144,7 +144,7 @@ class AsyncSequence(SequenceView):
         call = attention_calls.prefill(
             self._lease.owner, layer, [self._state], None, (q, k, v), options
         )
-        return await self._client._call(call, timeout_s, self._lease)
+        return await self._client._attend(call, timeout_s, self._lease)
 
     async def decode(
         self,
@@ -160,7 +160,7 @@ class AsyncSequence(SequenceView):
         call = attention_calls.decode(
             self._lease.owner, layer, [self._state], None, (q, k, v), options
         )
-        return await self._client._call(call, timeout_s, self._lease)
+        return await self._client._attend(call, timeout_s, self._lease)
 
 
 class OpeningSequence:

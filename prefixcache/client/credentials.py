@@ -108,6 +108,14 @@ class Bearer:
         """What is sent now, a ticket too; empty if it is nothing."""
         return self._metadata[0][1].removeprefix(_SCHEME) if self._metadata else ""
 
+    def fresh_token(self) -> str:
+        """`token`, after a new ticket if the daemon of the last one has ended.
+
+        Waits for it, for a second at most.
+        """
+        self._fresh_metadata()
+        return self.token
+
     def renew(self, version: int) -> bool:
         """A call was refused that had that version: whether there is a better one now.
 
@@ -130,8 +138,8 @@ class Bearer:
             self._address = None
 
     def _fresh_metadata(self) -> Metadata | None:
-        """Of a stream, which cannot be tried again like a call."""
-        if self._connection is not None:
+        """Of what cannot be tried again like a call: a stream, for instance."""
+        if self.version > 0:
             self.renew(self.version)
         return self._metadata
 

@@ -111,6 +111,7 @@ def _read_server_info(reply: Any) -> ServerInfo:
         max_pending_waits=reply.limits.max_pending_waits,
         max_rows_per_call=reply.limits.max_rows_per_call,
         max_fields_per_request=reply.limits.max_fields_per_request,
+        max_arena_bytes=reply.limits.max_arena_bytes,
         core=reply.core,
     )
 

@@ -69,6 +69,8 @@ class ServerInfo:
     """Sequences in one batch."""
     max_fields_per_request: int
     """Those of the messages in it included; a column is one."""
+    max_arena_bytes: int
+    """Of memory that a client shares with it for tensors; 0 if it takes none."""
     core: str
     """Form of the block manager's core: "native" (compiled) or "python"."""
 

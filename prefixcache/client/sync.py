@@ -18,7 +18,9 @@ import numpy.typing as npt
 
 from prefixcache.address import Address
 from prefixcache.client import attention_calls, events, messages, sequence_calls, session_calls
+from prefixcache.client.arena import DEFAULT_ARENA_BYTES, Arenas, Region
 from prefixcache.client.attachment import AttachTerms
+from prefixcache.client.attention_calls import AttentionCall
 from prefixcache.client.channel import (
     DEFAULT_MAX_MESSAGE_BYTES,
     DEFAULT_SESSION_TTL_S,
@@ -50,6 +52,7 @@ from prefixcache.client.tensors import TensorT
 from prefixcache.client.unanswered_steps import UnansweredSteps
 from prefixcache.core.stats import PoolStats
 from prefixcache.errors import (
+    ArenaLostError,
     FailedPreconditionError,
     InvalidArgumentError,
     SessionLostError,
@@ -87,6 +90,9 @@ class Client:
     client_name: what operators see of the session, at most 128 bytes.
     credentials: what a daemon with access control asks for. On a Unix socket the user that this
         process runs as may be enough, and nothing is to be given.
+    arena_bytes: on a Unix socket, tensors of large Prefills and Decodes go through so much memory
+        that this client shares with the daemon, and which takes no more than they have needed.
+        What finds no room there goes in the message, as it all does for 0.
     channel: instead of a target, a channel that stays the caller's to close; it is best made with
         `channel_options()`.
 
@@ -111,6 +117,7 @@ class Client:
         session_ttl_s: float | None = DEFAULT_SESSION_TTL_S,
         client_name: str = "",
         credentials: Credentials = NO_CREDENTIALS,
+        arena_bytes: int = DEFAULT_ARENA_BYTES,
         channel: grpc.Channel | None = None,
     ) -> None:
         if (target is None) == (channel is None):
@@ -126,6 +133,8 @@ class Client:
         self._home = HomeProcess(address)
         self._bearer = Bearer(credentials, address)
         weakref.finalize(self, self._bearer.close)
+        self._arenas = Arenas(address, arena_bytes, self._bearer)
+        weakref.finalize(self, self._arenas.close)
         self._stubs = make_stubs(channel, self._bearer)
         self._timeout_s = timeout_s
         self._fingerprint = expected_fingerprint
@@ -156,6 +165,7 @@ class Client:
         finally:
             if self._own_channel is not None:
                 self._own_channel.close()
+            self._arenas.close()
             self._bearer.close()
 
     def __enter__(self) -> Self:
@@ -379,7 +389,7 @@ class Client:
         call = attention_calls.prefill(
             lease.owner, layer, _states(sequences), num_tokens, (q, k, v), options
         )
-        return self._call(call, timeout_s, lease)
+        return self._attend(call, timeout_s, lease)
 
     def decode(
         self,
@@ -400,7 +410,7 @@ class Client:
         call = attention_calls.decode(
             lease.owner, layer, _states(sequences), num_tokens, (q, k, v), options
         )
-        return self._call(call, timeout_s, lease)
+        return self._attend(call, timeout_s, lease)
 
     # ---- steps
 
@@ -507,6 +517,18 @@ class Client:
         self._ready(timeout_s)
         return self._send(call, timeout_s, lease)
 
+    def _attend(
+        self, call: AttentionCall[TensorT], timeout_s: float | None, lease: Lease
+    ) -> TensorT:
+        """Large tensors go by reference where the daemon takes them so, else in the message."""
+        info = self._ready(timeout_s)
+        region = self._region(call.num_bytes(info.layout), info)
+        if region is not None:
+            with suppress(ArenaLostError), region:
+                by_reference = call.by_reference(region, info.layout)
+                return self._send(by_reference, timeout_s, lease)
+        return self._send(call.inline(), timeout_s, lease)
+
     def _send(
         self,
         call: Call[ResultT],
@@ -536,6 +558,14 @@ class Client:
     def _renewed(self, version: int) -> bool:
         """Whether the same call may succeed now."""
         return self._bearer.renew(version)
+
+    def _region(self, num_bytes: int, info: ServerInfo) -> Region | None:
+        """For the tensors of a call."""
+        if not self._arenas.may_have(num_bytes, info):
+            return None
+        if not self._arenas.is_ready:
+            self._arenas.prepare(info)
+        return self._arenas.region(num_bytes)
 
     def _free_lost(self, lease: Lease, lost: list[LostRequest], timeout_s: float) -> None:
         """What fails here is tried again ahead of a later call."""

@@ -141,7 +141,7 @@ class Sequence(SequenceView):
         call = attention_calls.prefill(
             self._lease.owner, layer, [self._state], None, (q, k, v), options
         )
-        return self._client._call(call, timeout_s, self._lease)
+        return self._client._attend(call, timeout_s, self._lease)
 
     def decode(
         self,
@@ -157,4 +157,4 @@ class Sequence(SequenceView):
         call = attention_calls.decode(
             self._lease.owner, layer, [self._state], None, (q, k, v), options
         )
-        return self._client._call(call, timeout_s, self._lease)
+        return self._client._attend(call, timeout_s, self._lease)

@@ -7,9 +7,11 @@ it. Pure functions, no state.
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from prefixcache.errors import InvalidArgumentError
 from prefixcache.storage.layout import DTYPE_BYTES
@@ -19,39 +21,64 @@ TensorT = TypeVar("TensorT")
 """A numpy array (float32, float16) or a torch tensor (bfloat16 too, on any device)."""
 
 
-def to_host(tensor: object, field: str) -> HostTensor:
-    """Row-major, little-endian bytes of a tensor: one copy, two from another device.
+@dataclass(frozen=True, slots=True)
+class HostView:
+    """A tensor of the caller's in host memory, and no copy if it is there already.
 
-    Raises InvalidArgumentError, naming the field, for another kind of object or dtype. Nothing is
-    cast: a rounding that the caller did not ask for would change the tokens generated.
+    array: little-endian, any strides; of integers for bfloat16, which numpy has not.
+    """
+
+    dtype: str
+    array: npt.NDArray[Any]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.array.shape
+
+    @property
+    def num_bytes(self) -> int:
+        return self.array.nbytes
+
+    def to_bytes(self) -> bytes:
+        """Row-major: one copy."""
+        return self.array.tobytes()
+
+    def copy_to(self, memory: npt.NDArray[np.uint8]) -> None:
+        """The same into memory of `num_bytes`, without the GIL."""
+        np.copyto(memory.view(self.array.dtype).reshape(self.shape), self.array)
+
+
+def host_view(tensor: object, field: str) -> HostView:
+    """Raises InvalidArgumentError, naming the field, for another kind of object or dtype.
+
+    Nothing is cast: a rounding that the caller did not ask for would change the tokens generated.
     """
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(tensor, torch.Tensor):
         dtype = str(tensor.dtype).removeprefix("torch.")
         _check_dtype(dtype, field)
-        dense = tensor.detach().cpu().contiguous()
-        # numpy has no bfloat16; the bits are the same as those of an integer.
-        host = dense.view(torch.int16).numpy() if dtype == "bfloat16" else dense.numpy()
+        host = tensor.detach().cpu()
+        array = host.view(torch.int16).numpy() if dtype == "bfloat16" else host.numpy()
     elif isinstance(tensor, np.ndarray):
         dtype = tensor.dtype.name
         _check_dtype(dtype, field)
-        host = tensor
+        array = tensor
     else:
         kind = type(tensor).__name__
         raise InvalidArgumentError(field, f"must be a numpy array or a torch tensor, is a {kind}")
-    little_endian = host.astype(host.dtype.newbyteorder("<"), copy=False)
-    return HostTensor(dtype, tuple(host.shape), little_endian.tobytes())
+    return HostView(dtype, array.astype(array.dtype.newbyteorder("<"), copy=False))
 
 
 def like(example: TensorT, tensor: HostTensor) -> TensorT:
-    """The tensor as the kind of object that `example` is, on its device. Writable."""
-    data = bytearray(tensor.data)
+    """The tensor as the kind of object that `example` is, on its device. Writable, own memory."""
+    # numpy copies without the GIL.
+    data = np.frombuffer(tensor.data, np.uint8).copy()
     if isinstance(example, np.ndarray):
-        array: Any = np.frombuffer(data, dtype=np.dtype(tensor.dtype).newbyteorder("<"))
+        array: Any = data.view(np.dtype(tensor.dtype).newbyteorder("<"))
         result: TensorT = array.reshape(tensor.shape)
         return result
     torch: Any = sys.modules["torch"]
-    flat = torch.frombuffer(data, dtype=getattr(torch, tensor.dtype))
+    flat = torch.from_numpy(data).view(getattr(torch, tensor.dtype))
     moved: TensorT = flat.reshape(tensor.shape).to(getattr(example, "device"))  # noqa: B009
     return moved
 

@@ -161,6 +161,19 @@ class LimitSection(Section):
         ge=0,
         le=4096,
     )
+    max_arena: Size = setting(
+        2**30,
+        "Largest arena: memory that a client on this host shares with the daemon, for tensors of "
+        "Prefill and Decode. 0 for none.",
+        unit="bytes",
+        ge=0,
+    )
+    max_arenas: Size = setting(
+        4 * 2**30,
+        "All arenas together; one more is refused, and its client sends its tensors. 0 for none.",
+        unit="bytes",
+        ge=0,
+    )
 
 
 class SessionSection(Section):

@@ -74,8 +74,8 @@ class PoolStats:
     token slots of referenced blocks whose K/V are complete, `num_blocks * block_size` at most.
     `tenants`: those of the auth file, and those that were; none without access control. `calls`:
     RPCs that were called. The daemon, not the core, fills them in, and `uptime_s`, and how many
-    processes are attached to its memory, to read and to write. Two snapshots are equal if the pool
-    is: none of that is a part of it.
+    processes are attached to its memory, to read and to write, and clients' arenas with the bytes
+    of them that are mapped. Two snapshots are equal if the pool is: none of that is a part of it.
     """
 
     num_blocks: int
@@ -107,6 +107,8 @@ class PoolStats:
     prefill_tokens_cached: int
     tenants: tuple[TenantStats, ...] = ()
     uptime_s: float = field(default=0.0, compare=False)
+    arenas: int = field(default=0, compare=False)
+    arena_bytes: int = field(default=0, compare=False)
     calls: tuple[CallStats, ...] = field(default=(), compare=False)
     attached_readers: int = field(default=0, compare=False)
     attached_writers: int = field(default=0, compare=False)

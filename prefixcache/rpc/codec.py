@@ -6,6 +6,7 @@ by the servicers; here only what cannot be converted raises.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -144,8 +145,13 @@ def set_options(batch: Any, options: AttentionOptions) -> None:
             raise InvalidArgumentError(name, str(error)) from error
 
 
-def tensor_from_wire(message: attention_pb2.Tensor, field: str) -> HostTensor:
-    """Raises InvalidArgumentError if the type is unknown or the bytes do not fit the shape."""
+def tensor_type_from_wire(
+    message: attention_pb2.Tensor, field: str
+) -> tuple[str, tuple[int, ...], int]:
+    """Type and shape of a tensor, and how many bytes it has; its elements are not looked at.
+
+    Raises InvalidArgumentError.
+    """
     dtype = _DTYPES.get(message.data_type)
     if dtype is None:
         raise InvalidArgumentError(f"{field}.data_type", f"{message.data_type} is not a type")
@@ -158,6 +164,15 @@ def tensor_from_wire(message: attention_pb2.Tensor, field: str) -> HostTensor:
     num_bytes = DTYPE_BYTES[dtype]
     for length in shape:
         num_bytes *= length
+    return dtype, shape, num_bytes
+
+
+def tensor_from_wire(message: attention_pb2.Tensor, field: str) -> HostTensor:
+    """A tensor whose elements are in the message.
+
+    Raises InvalidArgumentError if the type is unknown or the bytes do not fit the shape.
+    """
+    dtype, shape, num_bytes = tensor_type_from_wire(message, field)
     data = message.data  # a copy each time
     if len(data) != num_bytes:
         raise InvalidArgumentError(
@@ -166,11 +181,10 @@ def tensor_from_wire(message: attention_pb2.Tensor, field: str) -> HostTensor:
     return HostTensor(dtype, shape, data)
 
 
-def set_tensor(message: Any, tensor: HostTensor) -> None:
-    """Fill a Tensor, or its twin, in place: a message set in another one is copied once more."""
-    message.data_type = _DATA_TYPES[tensor.dtype]
-    message.shape[:] = tensor.shape
-    message.data = tensor.data
+def set_tensor_type(message: Any, dtype: str, shape: Sequence[int]) -> None:
+    """Fill a Tensor, or its twin, but for its elements."""
+    message.data_type = _DATA_TYPES[dtype]
+    message.shape[:] = shape
 
 
 @dataclass(frozen=True, slots=True)

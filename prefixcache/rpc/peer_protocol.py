@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from enum import IntEnum, unique
 
 HEADER = struct.Struct(">I")
+ARENA_ID = struct.Struct(">Q")
 MAX_REQUEST_BYTES = 8192
 MAX_ANSWER_BYTES = 2**20
 MAX_DESCRIPTORS = 4
@@ -30,6 +31,8 @@ class PeerMessage(IntEnum):
     REFUSED = 0
     TICKET = 1
     """`prefixcache.server.peer_tickets`"""
+    ARENA = 2
+    """`prefixcache.server.peer_arenas`"""
     ATTACH = 3
     """`prefixcache.server.attachments`"""
     DETACH = 4

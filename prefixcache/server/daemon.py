@@ -26,6 +26,7 @@ from prefixcache.errors import InvalidArgumentError
 from prefixcache.rpc._pb import cache_pb2
 from prefixcache.rpc.codec import layout_to_wire
 from prefixcache.server.access import Access
+from prefixcache.server.arenas import Arenas
 from prefixcache.server.attachments import Attachments
 from prefixcache.server.shared_pool import SharedPool
 from prefixcache.storage.fixed_scales import FixedScales
@@ -83,6 +84,7 @@ class LimitOptions:
     """max_queued_calls, max_queue_wait_s: of calls that wait for a thread.
 
     max_step_streams: open at the same time; an engine needs one.
+    max_arena_bytes, max_total_arena_bytes: of memory that a client shares, and that all do.
     """
 
     max_message_bytes: int = 256 * 2**20
@@ -94,6 +96,8 @@ class LimitOptions:
     max_step_streams: int = 256
     max_wait_pending_s: float = 60.0
     max_pending_waits: int = 256
+    max_arena_bytes: int = 2**30
+    max_total_arena_bytes: int = 2**32
 
 
 class Daemon:
@@ -157,7 +161,11 @@ class Daemon:
             on_allocated=on_allocated,
         )
         self.engine = self._make_engine(model, cache.num_blocks, around_kernels)
+        # Only tensors go there.
+        arena_limits = (limits.max_arena_bytes, limits.max_total_arena_bytes)
+        self.arenas = Arenas(*(arena_limits if model.layout else (0, 0)))
         limits_message = _limits_message(limits, session_limits, cache.block_size)
+        limits_message.max_arena_bytes = self.arenas.max_bytes
         self.info = self._make_info(cache, model, limits_message, verify)
 
     def share_memory(self, access: Access, limit: PoolAccess) -> Attachments | None:
@@ -224,6 +232,7 @@ class Daemon:
             capabilities=[
                 "attention" if layout else "commit",
                 *(["events"] if cache.event_buffer_bytes else []),
+                *(["arenas"] if limits.max_arena_bytes else []),
             ],
             model_name=model.name,
             model_revision=model.revision,

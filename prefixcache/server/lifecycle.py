@@ -33,6 +33,7 @@ from prefixcache.server.logs import configure_logs
 from prefixcache.server.model_layout import layout_of
 from prefixcache.server.open_files import raise_limit
 from prefixcache.server.overview import Observer
+from prefixcache.server.peer_arenas import ArenaRequests
 from prefixcache.server.peer_socket import PeerSocket, peer_socket_path
 from prefixcache.server.record_file import RecordFile
 from prefixcache.server.recorder import Recorder
@@ -216,6 +217,8 @@ def _make_daemon(config: ServeConfig, recorder: Recorder | None, tracing: Tracin
             max_connections=config.limits.max_connections,
             max_wait_pending_s=config.limits.max_wait_pending,
             max_pending_waits=config.limits.max_pending_waits,
+            max_arena_bytes=config.limits.max_arena,
+            max_total_arena_bytes=config.limits.max_arenas,
         ),
         SessionLimits(
             max_sessions=config.sessions.max_sessions,
@@ -288,8 +291,9 @@ def _settle_objects() -> None:
 def _offer_memory(
     daemon: Daemon, limit: PoolAccess, gate: Gate, peers: PeerSocket, addresses: Iterable[Address]
 ) -> None:
-    """Let processes attach to the pool, where there is a socket to ask on."""
+    """Let processes attach to the pool, and bring arenas, where there is a socket to ask on."""
     if any(isinstance(address, UnixAddress) for address in addresses):
+        ArenaRequests(daemon.arenas, gate.access).serve(peers)
         attachments = daemon.share_memory(gate.access, limit)
         if attachments is not None:
             attachments.serve(peers)

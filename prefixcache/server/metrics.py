@@ -31,6 +31,7 @@ from prefixcache.core.events import EventLog, Reader
 from prefixcache.core.histogram import Histogram
 from prefixcache.core.stats import TenantStats
 from prefixcache.rpc._pb import cache_pb2
+from prefixcache.server.arenas import Arenas
 from prefixcache.server.call_counts import CallCounts
 from prefixcache.server.daemon import Daemon
 from prefixcache.server.recorder import Recorder
@@ -137,6 +138,7 @@ class DaemonCollector:
         self, daemon: Daemon, call_counts: Mapping[str, CallCounts], recorder: Recorder | None
     ) -> None:
         self._sequences = daemon.sequences
+        self._arenas = daemon.arenas
         self._call_counts = call_counts
         self._recorder = recorder
         self._constant = tuple(_info_metrics(daemon.info))
@@ -156,6 +158,7 @@ class DaemonCollector:
             "Referenced blocks as a part of all blocks, 0 to 1.",
             counts["referenced"] / counts["num_blocks"],
         )
+        yield from _arena_metrics(self._arenas)
         yield from _age_metrics(ages)
         yield from _tenant_metrics(tenants)
         yield from events
@@ -186,6 +189,13 @@ def _filled(metric: Metric, family: Family, counts: Mapping[str, int]) -> Metric
         labels = {family.label: value.label} if family.label else {}
         metric.add_sample(name, labels, counts[value.field])
     return metric
+
+
+def _arena_metrics(arenas: Arenas) -> Iterator[Metric]:
+    yield GaugeMetricFamily(PREFIX + "arenas", "Arenas of clients.", len(arenas))
+    yield GaugeMetricFamily(
+        PREFIX + "arena_bytes", "Bytes of clients' arenas that are mapped.", arenas.num_bytes
+    )
 
 
 def _age_metrics(ages: BlockAges) -> Iterator[Metric]:

@@ -19,6 +19,8 @@ def read_stats(daemon: Daemon, call_counts: Mapping[str, CallCounts]) -> PoolSta
     return replace(
         stats,
         uptime_s=daemon.uptime_s(),
+        arenas=len(daemon.arenas),
+        arena_bytes=daemon.arenas.num_bytes,
         calls=read_calls(call_counts),
         attached_readers=attached.count(PoolAccess.READ) if attached is not None else 0,
         attached_writers=attached.count(PoolAccess.WRITE) if attached is not None else 0,

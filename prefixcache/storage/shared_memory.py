@@ -21,6 +21,7 @@ import weakref
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 """The size stays, so a mapping never loses its pages (SIGBUS), and nobody can seal it further."""
 
+_F_SEAL_FUTURE_WRITE = 0x10
 _MAP_FAILED = ctypes.c_void_p(-1).value
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -60,14 +61,38 @@ def open_for_reading(fd: int) -> int:
     return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
 
 
-def map_shared_memory(fd: int, num_bytes: int, *, writable: bool) -> ctypes.Array[ctypes.c_uint8]:
-    """The file's first bytes, with their pages in place, for as long as the result is referenced.
+def check_sealed(fd: int) -> int:
+    """The size of somebody else's file, which is sure to stay; it can be mapped for writing too.
 
-    The descriptor may be closed then. A forked child has nothing there. A write to a mapping that
+    Raises ValueError, which says what is wrong with it. One of huge pages is refused: whether they
+    are there shows when they are touched, and then a lack of them ends the process (SIGBUS).
+    """
+    try:
+        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+    except OSError as error:
+        raise ValueError("is no shared memory") from error
+    if not seals & fcntl.F_SEAL_SHRINK:
+        raise ValueError("is not sealed against shrinking")
+    if seals & (fcntl.F_SEAL_WRITE | _F_SEAL_FUTURE_WRITE):
+        raise ValueError("is sealed against writing")
+    if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDWR:
+        raise ValueError("is not open for reading and writing")
+    if os.fstatvfs(fd).f_bsize != mmap.PAGESIZE:
+        raise ValueError("has huge pages")
+    return os.fstat(fd).st_size
+
+
+def map_shared_memory(
+    fd: int, num_bytes: int, *, writable: bool, populate: bool = True
+) -> ctypes.Array[ctypes.c_uint8]:
+    """The file's first bytes, for as long as the result is referenced.
+
+    populate: put its pages in place; else each comes when it is touched. The descriptor may be
+    closed then. A forked child has nothing there. A write to a mapping that
     is not writable ends the process (SIGSEGV), though the result does not look it. Raises OSError.
     """
     protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-    flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
+    flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if populate else 0)
     address = _libc.mmap(None, num_bytes, protection, flags, fd, 0)
     if address == _MAP_FAILED:
         raise _last_error()

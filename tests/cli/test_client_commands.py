@@ -62,6 +62,7 @@ INFO = ServerInfo(
     max_pending_waits=256,
     max_rows_per_call=65536,
     max_fields_per_request=327680,
+    max_arena_bytes=2**30,
     core="native",
 )
 STATS = PoolStats(

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from prefixcache.client.tensors import like, to_host
+from prefixcache.client.tensors import host_view, like
 from prefixcache.errors import InvalidArgumentError
-from prefixcache.types import AttentionOptions
+from prefixcache.types import AttentionOptions, HostTensor
 from tests.client.fake_daemon import allocated
 
 SHAPE = (5, 3, 8)
@@ -36,10 +36,14 @@ def _tensors():
 
 @pytest.mark.parametrize("tensor", [pytest.param(t, id=name) for name, t in _tensors()])
 def test_a_tensor_comes_back_as_the_same_kind(tensor):
-    host = to_host(tensor, "q")
-    back = like(tensor, host)
-    assert host.shape == SHAPE
-    assert len(host.data) == np.prod(SHAPE) * (4 if host.dtype == "float32" else 2)
+    view = host_view(tensor, "q")
+    memory = np.full(view.num_bytes, 0xFF, np.uint8)
+    view.copy_to(memory)
+    assert memory.tobytes() == view.to_bytes()
+    assert view.shape == SHAPE
+    assert view.num_bytes == np.prod(SHAPE) * (4 if view.dtype == "float32" else 2)
+    back = like(tensor, HostTensor(view.dtype, view.shape, memory.data))
+    memory[:] = 0xFF
     if isinstance(tensor, np.ndarray):
         assert isinstance(back, np.ndarray)
         assert back.dtype == tensor.dtype.newbyteorder("=")
@@ -54,8 +58,10 @@ def test_a_tensor_comes_back_as_the_same_kind(tensor):
 
 def test_bytes_are_row_major_and_little_endian():
     values = np.array([[[1.0, 2.0]], [[3.0, 4.0]]], dtype=">f2")
-    assert to_host(values, "q").data == bytes.fromhex("003c 0040 0042 0044")
-    assert to_host(torch.tensor([1.0, -2.0]).bfloat16(), "q").data == bytes.fromhex("803f 00c0")
+    assert host_view(values, "q").to_bytes() == bytes.fromhex("003c 0040 0042 0044")
+    assert host_view(torch.tensor([1.0, -2.0]).bfloat16(), "q").to_bytes() == bytes.fromhex(
+        "803f 00c0"
+    )
 
 
 @pytest.mark.parametrize(
@@ -73,7 +79,7 @@ def test_bytes_are_row_major_and_little_endian():
 )
 def test_another_kind_or_dtype_is_refused_and_the_field_named(tensor):
     with pytest.raises(InvalidArgumentError) as caught:
-        to_host(tensor, "k")
+        host_view(tensor, "k")
     assert caught.value.field.partition(".")[0] == "k"
 
 

@@ -44,6 +44,7 @@ EXAMPLES = {
         errors.ForkedClientError(7, "whose client it is"),
         errors.ReadOnlyViewError(7, 12),
         errors.NoStorageError(),
+        errors.ArenaLostError("it is none of the caller's"),
         errors.StorageOwnedError(),
         errors.OutOfRangeError("too far"),
         errors.EventsGoneError(7, 20, 30),

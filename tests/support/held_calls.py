@@ -34,10 +34,16 @@ class Served:
     def running(self, name: str, layer: int, run: Run, count: int) -> Iterator[RunningCall]:
         """A Prefill or Decode that has written its K/V and is about to attend."""
         request = attention_request(name, layer, [(run, count)])
+        with self.running_request(name, request) as (gate, future):
+            yield RunningCall(self, gate, future, layer, run, count)
+
+    @contextmanager
+    def running_request(self, name: str, request: Any) -> Iterator[tuple[Gate, Any]]:
+        """The same of any request; the caller finishes it."""
         with held(engine, name.lower()) as gate:
             future = self.stubs.start(name, request)
             gate.wait()
-            yield RunningCall(self, gate, future, layer, run, count)
+            yield gate, future
 
     def free_blocks(self) -> set[int]:
         with self.sequences.lock:

@@ -68,7 +68,7 @@ class GetStatsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetStatsResponse(_message.Message):
-    __slots__ = ("num_blocks", "block_size", "referenced", "evictable", "blank", "cached", "sequences", "owners", "slots_written", "evictions", "requests", "queries_tokens", "hit_tokens", "queries_blocks", "hit_blocks", "resumed_requests", "resumed_queries_tokens", "resumed_hit_tokens", "allocation_refused", "append_refused", "resets", "expired_sequences", "prefill_tokens_computed", "prefill_tokens_cached", "uptime_s", "sessions", "expired_sessions", "tenants", "calls", "quarantined", "attached_readers", "attached_writers")
+    __slots__ = ("num_blocks", "block_size", "referenced", "evictable", "blank", "cached", "sequences", "owners", "slots_written", "evictions", "requests", "queries_tokens", "hit_tokens", "queries_blocks", "hit_blocks", "resumed_requests", "resumed_queries_tokens", "resumed_hit_tokens", "allocation_refused", "append_refused", "resets", "expired_sequences", "prefill_tokens_computed", "prefill_tokens_cached", "uptime_s", "sessions", "expired_sessions", "tenants", "calls", "quarantined", "arenas", "arena_bytes", "attached_readers", "attached_writers")
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
     REFERENCED_FIELD_NUMBER: _ClassVar[int]
@@ -99,6 +99,8 @@ class GetStatsResponse(_message.Message):
     TENANTS_FIELD_NUMBER: _ClassVar[int]
     CALLS_FIELD_NUMBER: _ClassVar[int]
     QUARANTINED_FIELD_NUMBER: _ClassVar[int]
+    ARENAS_FIELD_NUMBER: _ClassVar[int]
+    ARENA_BYTES_FIELD_NUMBER: _ClassVar[int]
     ATTACHED_READERS_FIELD_NUMBER: _ClassVar[int]
     ATTACHED_WRITERS_FIELD_NUMBER: _ClassVar[int]
     num_blocks: int
@@ -131,9 +133,11 @@ class GetStatsResponse(_message.Message):
     tenants: _containers.RepeatedCompositeFieldContainer[TenantStats]
     calls: _containers.RepeatedCompositeFieldContainer[CallStats]
     quarantined: int
+    arenas: int
+    arena_bytes: int
     attached_readers: int
     attached_writers: int
-    def __init__(self, num_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., referenced: _Optional[int] = ..., evictable: _Optional[int] = ..., blank: _Optional[int] = ..., cached: _Optional[int] = ..., sequences: _Optional[int] = ..., owners: _Optional[int] = ..., slots_written: _Optional[int] = ..., evictions: _Optional[int] = ..., requests: _Optional[int] = ..., queries_tokens: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., queries_blocks: _Optional[int] = ..., hit_blocks: _Optional[int] = ..., resumed_requests: _Optional[int] = ..., resumed_queries_tokens: _Optional[int] = ..., resumed_hit_tokens: _Optional[int] = ..., allocation_refused: _Optional[int] = ..., append_refused: _Optional[int] = ..., resets: _Optional[int] = ..., expired_sequences: _Optional[int] = ..., prefill_tokens_computed: _Optional[int] = ..., prefill_tokens_cached: _Optional[int] = ..., uptime_s: _Optional[float] = ..., sessions: _Optional[int] = ..., expired_sessions: _Optional[int] = ..., tenants: _Optional[_Iterable[_Union[TenantStats, _Mapping]]] = ..., calls: _Optional[_Iterable[_Union[CallStats, _Mapping]]] = ..., quarantined: _Optional[int] = ..., attached_readers: _Optional[int] = ..., attached_writers: _Optional[int] = ...) -> None: ...
+    def __init__(self, num_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., referenced: _Optional[int] = ..., evictable: _Optional[int] = ..., blank: _Optional[int] = ..., cached: _Optional[int] = ..., sequences: _Optional[int] = ..., owners: _Optional[int] = ..., slots_written: _Optional[int] = ..., evictions: _Optional[int] = ..., requests: _Optional[int] = ..., queries_tokens: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., queries_blocks: _Optional[int] = ..., hit_blocks: _Optional[int] = ..., resumed_requests: _Optional[int] = ..., resumed_queries_tokens: _Optional[int] = ..., resumed_hit_tokens: _Optional[int] = ..., allocation_refused: _Optional[int] = ..., append_refused: _Optional[int] = ..., resets: _Optional[int] = ..., expired_sequences: _Optional[int] = ..., prefill_tokens_computed: _Optional[int] = ..., prefill_tokens_cached: _Optional[int] = ..., uptime_s: _Optional[float] = ..., sessions: _Optional[int] = ..., expired_sessions: _Optional[int] = ..., tenants: _Optional[_Iterable[_Union[TenantStats, _Mapping]]] = ..., calls: _Optional[_Iterable[_Union[CallStats, _Mapping]]] = ..., quarantined: _Optional[int] = ..., arenas: _Optional[int] = ..., arena_bytes: _Optional[int] = ..., attached_readers: _Optional[int] = ..., attached_writers: _Optional[int] = ...) -> None: ...
 
 class CallStats(_message.Message):
     __slots__ = ("method", "ended", "failed", "duration_s")

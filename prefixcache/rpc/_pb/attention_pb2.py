@@ -25,27 +25,29 @@ _sym_db = _symbol_database.Default()
 from prefixcache.rpc._pb import cache_pb2 as prefixcache_dot_v1_dot_cache__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1eprefixcache/v1/attention.proto\x12\x0eprefixcache.v1\x1a\x1aprefixcache/v1/cache.proto\"R\n\x06Tensor\x12+\n\tdata_type\x18\x01 \x01(\x0e\x32\x18.prefixcache.v1.DataType\x12\r\n\x05shape\x18\x02 \x03(\r\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\"\xa2\x02\n\x0e\x41ttentionBatch\x12\r\n\x05owner\x18\x01 \x01(\x0c\x12\r\n\x05layer\x18\x02 \x01(\r\x12\x14\n\x0csequence_ids\x18\x03 \x03(\x06\x12\x17\n\x0fstart_positions\x18\x04 \x03(\x07\x12\x12\n\nnum_tokens\x18\x05 \x03(\x07\x12\x12\n\x05scale\x18\x06 \x01(\x02H\x00\x88\x01\x01\x12\x13\n\x06window\x18\x07 \x01(\rH\x01\x88\x01\x01\x12\x15\n\x08soft_cap\x18\x08 \x01(\x02H\x02\x88\x01\x01\x12\x14\n\x0c\x61libi_slopes\x18\t \x03(\x02\x12\r\n\x05sinks\x18\n \x03(\x02\x12(\n\x05order\x18\x0b \x01(\x0b\x32\x19.prefixcache.v1.CallOrderB\x08\n\x06_scaleB\t\n\x07_windowB\x0b\n\t_soft_cap\"\xa8\x01\n\x0ePrefillRequest\x12-\n\x05\x62\x61tch\x18\x01 \x01(\x0b\x32\x1e.prefixcache.v1.AttentionBatch\x12!\n\x01q\x18\x02 \x01(\x0b\x32\x16.prefixcache.v1.Tensor\x12!\n\x01k\x18\x03 \x01(\x0b\x32\x16.prefixcache.v1.Tensor\x12!\n\x01v\x18\x04 \x01(\x0b\x32\x16.prefixcache.v1.Tensor\"6\n\x0fPrefillResponse\x12#\n\x03out\x18\x01 \x01(\x0b\x32\x16.prefixcache.v1.Tensor\"\xa7\x01\n\rDecodeRequest\x12-\n\x05\x62\x61tch\x18\x01 \x01(\x0b\x32\x1e.prefixcache.v1.AttentionBatch\x12!\n\x01q\x18\x02 \x01(\x0b\x32\x16.prefixcache.v1.Tensor\x12!\n\x01k\x18\x03 \x01(\x0b\x32\x16.prefixcache.v1.Tensor\x12!\n\x01v\x18\x04 \x01(\x0b\x32\x16.prefixcache.v1.Tensor\"5\n\x0e\x44\x65\x63odeResponse\x12#\n\x03out\x18\x01 \x01(\x0b\x32\x16.prefixcache.v1.Tensor*k\n\x08\x44\x61taType\x12\x19\n\x15\x44\x41TA_TYPE_UNSPECIFIED\x10\x00\x12\x15\n\x11\x44\x41TA_TYPE_FLOAT32\x10\x01\x12\x15\n\x11\x44\x41TA_TYPE_FLOAT16\x10\x02\x12\x16\n\x12\x44\x41TA_TYPE_BFLOAT16\x10\x03\x32\xa7\x01\n\x10\x41ttentionService\x12J\n\x07Prefill\x12\x1e.prefixcache.v1.PrefillRequest\x1a\x1f.prefixcache.v1.PrefillResponse\x12G\n\x06\x44\x65\x63ode\x12\x1d.prefixcache.v1.DecodeRequest\x1a\x1e.prefixcache.v1.DecodeResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1eprefixcache/v1/attention.proto\x12\x0eprefixcache.v1\x1a\x1aprefixcache/v1/cache.proto\"@\n\tArenaSpan\x12\x10\n\x08\x61rena_id\x18\x01 \x01(\x06\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\x11\n\tnum_bytes\x18\x03 \x01(\x04\"|\n\x06Tensor\x12+\n\tdata_type\x18\x01 \x01(\x0e\x32\x18.prefixcache.v1.DataType\x12\r\n\x05shape\x18\x02 \x03(\r\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\x12(\n\x05\x61rena\x18\x04 \x01(\x0b\x32\x19.prefixcache.v1.ArenaSpan\"\xa2\x02\n\x0e\x41ttentionBatch\x12\r\n\x05owner\x18\x01 \x01(\x0c\x12\r\n\x05layer\x18\x02 \x01(\r\x12\x14\n\x0csequence_ids\x18\x03 \x03(\x06\x12\x17\n\x0fstart_positions\x18\x04 \x03(\x07\x12\x12\n\nnum_tokens\x18\x05 \x03(\x07\x12\x12\n\x05scale\x18\x06 \x01(\x02H\x00\x88\x01\x01\x12\x13\n\x06window\x18\x07 \x01(\rH\x01\x88\x01\x01\x12\x15\n\x08soft_cap\x18\x08 \x01(\x02H\x02\x88\x01\x01\x12\x14\n\x0c\x61libi_slopes\x18\t \x03(\x02\x12\r\n\x05sinks\x18\n \x03(\x02\x12(\n\x05order\x18\x0b \x01(\x0b\x32\x19.prefixcache.v1.CallOrderB\x08\n\x06_scaleB\t\n\x07_windowB\x0b\n\t_soft_cap\"\xd0\x01\n\x0ePrefillRequest\x12-\n\x05\x62\x61tch\x18\x01 \x01(\x0b\x32\x1e.prefixcache.v1.AttentionBatch\x12!\n\x01q\x18\x02 \x01(\x0b\x32\x16.prefixcache.v1.Tensor\x12!\n\x01k\x18\x03 \x01(\x0b\x32\x16.prefixcache.v1.Tensor\x12!\n\x01v\x18\x04 \x01(\x0b\x32\x16.prefixcache.v1.Tensor\x12&\n\x03out\x18\x05 \x01(\x0b\x32\x19.prefixcache.v1.ArenaSpan\"6\n\x0fPrefillResponse\x12#\n\x03out\x18\x01 \x01(\x0b\x32\x16.prefixcache.v1.Tensor\"\xcf\x01\n\rDecodeRequest\x12-\n\x05\x62\x61tch\x18\x01 \x01(\x0b\x32\x1e.prefixcache.v1.AttentionBatch\x12!\n\x01q\x18\x02 \x01(\x0b\x32\x16.prefixcache.v1.Tensor\x12!\n\x01k\x18\x03 \x01(\x0b\x32\x16.prefixcache.v1.Tensor\x12!\n\x01v\x18\x04 \x01(\x0b\x32\x16.prefixcache.v1.Tensor\x12&\n\x03out\x18\x05 \x01(\x0b\x32\x19.prefixcache.v1.ArenaSpan\"5\n\x0e\x44\x65\x63odeResponse\x12#\n\x03out\x18\x01 \x01(\x0b\x32\x16.prefixcache.v1.Tensor*k\n\x08\x44\x61taType\x12\x19\n\x15\x44\x41TA_TYPE_UNSPECIFIED\x10\x00\x12\x15\n\x11\x44\x41TA_TYPE_FLOAT32\x10\x01\x12\x15\n\x11\x44\x41TA_TYPE_FLOAT16\x10\x02\x12\x16\n\x12\x44\x41TA_TYPE_BFLOAT16\x10\x03\x32\xa7\x01\n\x10\x41ttentionService\x12J\n\x07Prefill\x12\x1e.prefixcache.v1.PrefillRequest\x1a\x1f.prefixcache.v1.PrefillResponse\x12G\n\x06\x44\x65\x63ode\x12\x1d.prefixcache.v1.DecodeRequest\x1a\x1e.prefixcache.v1.DecodeResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'prefixcache.rpc._pb.attention_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_DATATYPE']._serialized_start=907
-  _globals['_DATATYPE']._serialized_end=1014
-  _globals['_TENSOR']._serialized_start=78
-  _globals['_TENSOR']._serialized_end=160
-  _globals['_ATTENTIONBATCH']._serialized_start=163
-  _globals['_ATTENTIONBATCH']._serialized_end=453
-  _globals['_PREFILLREQUEST']._serialized_start=456
-  _globals['_PREFILLREQUEST']._serialized_end=624
-  _globals['_PREFILLRESPONSE']._serialized_start=626
-  _globals['_PREFILLRESPONSE']._serialized_end=680
-  _globals['_DECODEREQUEST']._serialized_start=683
-  _globals['_DECODEREQUEST']._serialized_end=850
-  _globals['_DECODERESPONSE']._serialized_start=852
-  _globals['_DECODERESPONSE']._serialized_end=905
-  _globals['_ATTENTIONSERVICE']._serialized_start=1017
-  _globals['_ATTENTIONSERVICE']._serialized_end=1184
+  _globals['_DATATYPE']._serialized_start=1095
+  _globals['_DATATYPE']._serialized_end=1202
+  _globals['_ARENASPAN']._serialized_start=78
+  _globals['_ARENASPAN']._serialized_end=142
+  _globals['_TENSOR']._serialized_start=144
+  _globals['_TENSOR']._serialized_end=268
+  _globals['_ATTENTIONBATCH']._serialized_start=271
+  _globals['_ATTENTIONBATCH']._serialized_end=561
+  _globals['_PREFILLREQUEST']._serialized_start=564
+  _globals['_PREFILLREQUEST']._serialized_end=772
+  _globals['_PREFILLRESPONSE']._serialized_start=774
+  _globals['_PREFILLRESPONSE']._serialized_end=828
+  _globals['_DECODEREQUEST']._serialized_start=831
+  _globals['_DECODEREQUEST']._serialized_end=1038
+  _globals['_DECODERESPONSE']._serialized_start=1040
+  _globals['_DECODERESPONSE']._serialized_end=1093
+  _globals['_ATTENTIONSERVICE']._serialized_start=1205
+  _globals['_ATTENTIONSERVICE']._serialized_end=1372
 # @@protoc_insertion_point(module_scope)

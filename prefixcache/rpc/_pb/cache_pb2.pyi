@@ -127,7 +127,7 @@ class KVLayout(_message.Message):
     def __init__(self, num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., dtype: _Optional[str] = ..., block_bytes: _Optional[int] = ..., value_dim: _Optional[int] = ..., quantization: _Optional[_Union[Quantization, _Mapping]] = ..., latent_dim: _Optional[int] = ..., rope_dim: _Optional[int] = ...) -> None: ...
 
 class Limits(_message.Message):
-    __slots__ = ("max_message_bytes", "max_fork_children", "max_step_allocates", "max_sessions", "max_session_ttl_s", "max_sequences_per_session", "reconnect_grace_s", "max_tokens_per_call", "max_queued_calls", "max_queue_wait_s", "max_owners", "max_connections", "max_streams_per_connection", "max_step_streams", "max_wait_pending_s", "max_pending_waits", "max_rows_per_call", "max_fields_per_request")
+    __slots__ = ("max_message_bytes", "max_fork_children", "max_step_allocates", "max_sessions", "max_session_ttl_s", "max_sequences_per_session", "reconnect_grace_s", "max_tokens_per_call", "max_queued_calls", "max_queue_wait_s", "max_owners", "max_connections", "max_streams_per_connection", "max_step_streams", "max_wait_pending_s", "max_pending_waits", "max_rows_per_call", "max_fields_per_request", "max_arena_bytes")
     MAX_MESSAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
     MAX_FORK_CHILDREN_FIELD_NUMBER: _ClassVar[int]
     MAX_STEP_ALLOCATES_FIELD_NUMBER: _ClassVar[int]
@@ -146,6 +146,7 @@ class Limits(_message.Message):
     MAX_PENDING_WAITS_FIELD_NUMBER: _ClassVar[int]
     MAX_ROWS_PER_CALL_FIELD_NUMBER: _ClassVar[int]
     MAX_FIELDS_PER_REQUEST_FIELD_NUMBER: _ClassVar[int]
+    MAX_ARENA_BYTES_FIELD_NUMBER: _ClassVar[int]
     max_message_bytes: int
     max_fork_children: int
     max_step_allocates: int
@@ -164,7 +165,8 @@ class Limits(_message.Message):
     max_pending_waits: int
     max_rows_per_call: int
     max_fields_per_request: int
-    def __init__(self, max_message_bytes: _Optional[int] = ..., max_fork_children: _Optional[int] = ..., max_step_allocates: _Optional[int] = ..., max_sessions: _Optional[int] = ..., max_session_ttl_s: _Optional[float] = ..., max_sequences_per_session: _Optional[int] = ..., reconnect_grace_s: _Optional[float] = ..., max_tokens_per_call: _Optional[int] = ..., max_queued_calls: _Optional[int] = ..., max_queue_wait_s: _Optional[float] = ..., max_owners: _Optional[int] = ..., max_connections: _Optional[int] = ..., max_streams_per_connection: _Optional[int] = ..., max_step_streams: _Optional[int] = ..., max_wait_pending_s: _Optional[float] = ..., max_pending_waits: _Optional[int] = ..., max_rows_per_call: _Optional[int] = ..., max_fields_per_request: _Optional[int] = ...) -> None: ...
+    max_arena_bytes: int
+    def __init__(self, max_message_bytes: _Optional[int] = ..., max_fork_children: _Optional[int] = ..., max_step_allocates: _Optional[int] = ..., max_sessions: _Optional[int] = ..., max_session_ttl_s: _Optional[float] = ..., max_sequences_per_session: _Optional[int] = ..., reconnect_grace_s: _Optional[float] = ..., max_tokens_per_call: _Optional[int] = ..., max_queued_calls: _Optional[int] = ..., max_queue_wait_s: _Optional[float] = ..., max_owners: _Optional[int] = ..., max_connections: _Optional[int] = ..., max_streams_per_connection: _Optional[int] = ..., max_step_streams: _Optional[int] = ..., max_wait_pending_s: _Optional[float] = ..., max_pending_waits: _Optional[int] = ..., max_rows_per_call: _Optional[int] = ..., max_fields_per_request: _Optional[int] = ..., max_arena_bytes: _Optional[int] = ...) -> None: ...
 
 class GetServerInfoResponse(_message.Message):
     __slots__ = ("api_version", "server_version", "boot_id", "layout", "layout_fingerprint", "num_blocks", "block_size", "device", "hash_algorithm", "hash_recipe_version", "hash_seeded", "none_hash_digest", "verify_hits", "prefix_caching", "limits", "capabilities", "model_name", "model_revision", "owner_ttl_s", "core")

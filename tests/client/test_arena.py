@@ -1,0 +1,505 @@
+"""Large tensors by reference: the same results as in messages, whatever happens to the memory."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import random
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from prefixcache import AsyncClient, Credentials, engine
+from prefixcache.client import arena as client_arena
+from prefixcache.client.arena import ALIGNMENT, Arena
+from prefixcache.errors import (
+    DeadlineExceededError,
+    ForkedClientError,
+    InvalidArgumentError,
+    PrefixCacheError,
+    UnavailableError,
+)
+from prefixcache.rpc.peer_protocol import PeerMessage
+from prefixcache.server.access import AccessControl, OpenAccess
+from prefixcache.server.auth_file import parse_auth_rules
+from prefixcache.server.daemon import CacheOptions, Daemon, LimitOptions, ModelOptions
+from prefixcache.server.peer_arenas import ArenaRequests
+from prefixcache.server.peer_socket import PeerSocket, peer_socket_path
+from prefixcache.server.peer_tickets import PeerTickets
+from prefixcache.server.rpc_server import RpcServer
+from prefixcache.storage.layout import KVLayout
+from prefixcache.types import CacheUse
+from tests.client.twins import open_client
+from tests.support.bearer import hash_of
+from tests.support.daemon import running_daemon
+from tests.support.gate import held
+from tests.support.peers import peer_socket
+from tests.support.waiting import until
+
+LAYOUT = KVLayout(1, 2, 64, 16, "float32")
+NUM_TOKENS = 96
+CALL_BYTES = NUM_TOKENS * 4 * 64 * (4 + 2 + 2 + 4)
+"""Of q, k, v and out: above the least."""
+RULES = {
+    "identities": [
+        {"token_sha256": hash_of("token"), "tenant": "with-token"},
+        {"uid": os.geteuid(), "tenant": "this-user"},
+    ]
+}
+KINDS = pytest.mark.parametrize("kind", ["sync", "async"])
+
+
+class Served:
+    """A daemon with its peer socket, which may be stopped and started again."""
+
+    def __init__(self, folder: Path, *, is_guarded: bool = False, **limits: int) -> None:
+        self.path = folder / "sock"
+        self.target = f"unix:{self.path}"
+        self._is_guarded, self._limits = is_guarded, LimitOptions(**limits)
+        self.start()
+
+    def start(self) -> None:
+        self.daemon = Daemon(CacheOptions(256), ModelOptions(LAYOUT), self._limits)
+        tickets = PeerTickets()
+        access = OpenAccess()
+        if self._is_guarded:
+            access = AccessControl(parse_auth_rules(RULES), tickets)
+        self.server = RpcServer(self.daemon, max_workers=8, access=access)
+        self.peers = PeerSocket()
+        self.peers.answer(PeerMessage.TICKET, tickets.give)
+        ArenaRequests(self.daemon.arenas, access).serve(self.peers)
+        self.peers.listen(peer_socket_path(self.path))
+        self.peers.start()
+        self.server.listen(self.target)
+        self.tcp_target = self.server.listen("127.0.0.1:0")
+        self.server.start()
+
+    def close(self) -> None:
+        self.server.stop(5.0)
+        self.close_peers()
+        self.daemon.close()
+
+    def close_peers(self) -> None:
+        self.peers.close()
+        peer_socket_path(self.path).unlink(missing_ok=True)
+
+    @property
+    def num_arenas(self) -> int:
+        return len(self.daemon.arenas)
+
+
+Serve = Callable[..., Served]
+
+
+@pytest.fixture
+def serve(tmp_path: Path) -> Iterator[Serve]:
+    with ExitStack() as running:
+        yield lambda **options: running.enter_context(closing(Served(tmp_path, **options)))
+
+
+@pytest.fixture
+def by_reference(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """For each Prefill and Decode of the daemon, whether its output went by reference."""
+    calls: list[bool] = []
+    for name in ("prefill", "decode"):
+        attend = getattr(engine, name)
+
+        def counted(*arguments: Any, attend: Any = attend, **out: torch.Tensor) -> torch.Tensor:
+            calls.append("out" in out)
+            result: torch.Tensor = attend(*arguments, **out)
+            return result
+
+        monkeypatch.setattr(engine, name, counted)
+    return calls
+
+
+def tensors(num_tokens: int = NUM_TOKENS, seed: int = 0) -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(torch.randn(num_tokens, heads, 64, generator=generator) for heads in (4, 2, 2))
+
+
+def new_sequence(client: Any, num_tokens: int = NUM_TOKENS) -> Any:
+    return client.sequence(range(5, 5 + num_tokens), cache_use=CacheUse.NONE)
+
+
+def prefilled(client: Any, seed: int = 0, num_tokens: int = NUM_TOKENS) -> torch.Tensor:
+    with new_sequence(client, num_tokens) as sequence:
+        out: torch.Tensor = sequence.prefill(0, *tensors(num_tokens, seed))
+        return out
+
+
+# ---- the same results
+
+
+@KINDS
+@pytest.mark.parametrize("as_kind", ["torch", "numpy", "strided"])
+def test_results_are_the_same_and_the_callers_own(
+    serve: Serve, by_reference: list[bool], kind: str, as_kind: str
+) -> None:
+    target = serve().target
+    q, k, v = tensors()
+    if as_kind == "numpy":
+        q, k, v = (tensor.numpy() for tensor in (q, k, v))
+    if as_kind == "strided":
+        q, k, v = (tensor.transpose(0, 1).contiguous().transpose(0, 1) for tensor in (q, k, v))
+    outputs = []
+    for options in ({}, {"arena_bytes": 0}):
+        with (
+            open_client(kind, target, **options) as client,
+            new_sequence(client) as one,
+            new_sequence(client) as other,
+        ):
+            outputs.append(one.prefill(0, q, k, v))
+            outputs.append(client.prefill(0, [other], [NUM_TOKENS], q, k, v))
+            one.append([1] * NUM_TOKENS)
+            outputs.append(one.decode(0, q, k, v))
+            other.append([1] * NUM_TOKENS)
+            outputs.append(client.decode(0, [other], q, k, v, num_tokens=[NUM_TOKENS]))
+    assert by_reference == [True] * 4 + [False] * 4
+    for one, other in zip(outputs[:4], outputs[4:], strict=True):
+        assert type(one) is type(q)
+        assert one.dtype == q.dtype
+        assert np.array_equal(np.asarray(one), np.asarray(other))
+    assert not np.array_equal(np.asarray(outputs[0]), np.asarray(outputs[2]))
+    outputs[0] += 1
+
+
+@KINDS
+def test_small_calls_go_in_the_message(serve: Serve, by_reference: list[bool], kind: str) -> None:
+    served = serve()
+    with open_client(kind, served.target) as client:
+        prefilled(client, num_tokens=1)
+        assert served.num_arenas == 0
+        prefilled(client)
+        prefilled(client, num_tokens=1)
+        assert served.num_arenas == 1
+    assert by_reference == [False, True, False]
+    until(lambda: served.num_arenas == 0)
+
+
+def test_bfloat16_goes_by_reference(tmp_path: Path, by_reference: list[bool]) -> None:
+    model = ModelOptions(KVLayout(1, 2, 64, 16, "bfloat16"))
+    q, k, v = (tensor.bfloat16() for tensor in tensors(2 * NUM_TOKENS))
+    with running_daemon(CacheOptions(64), model) as running, peer_socket(running):
+        outputs = []
+        for arena_bytes in (2**24, 0):
+            with (
+                open_client("sync", running.target, arena_bytes=arena_bytes) as client,
+                new_sequence(client, 2 * NUM_TOKENS) as sequence,
+            ):
+                outputs.append(sequence.prefill(0, q, k, v))
+    assert by_reference == [True, False]
+    assert torch.equal(*outputs)
+
+
+@KINDS
+@pytest.mark.parametrize("is_guarded", [False, True])
+def test_with_and_without_access_control(
+    serve: Serve, by_reference: list[bool], kind: str, is_guarded: bool
+) -> None:
+    served = serve(is_guarded=is_guarded)
+    for credentials in (Credentials(), Credentials("token")):
+        with open_client(kind, served.target, credentials=credentials) as client:
+            prefilled(client)
+    assert by_reference == [True, True]
+
+
+# ---- what finds no room, or no arena, goes in the message
+
+
+@KINDS
+@pytest.mark.parametrize("how", ["arena_bytes", "limit", "peer socket", "tcp", "total"])
+def test_without_an_arena_calls_go_in_the_message(
+    serve: Serve, by_reference: list[bool], kind: str, how: str
+) -> None:
+    served = serve(**{"max_arena_bytes": 0} if how == "limit" else {})
+    target, options = served.target, {}
+    if how == "arena_bytes":
+        options = {"arena_bytes": 0}
+    elif how == "peer socket":
+        served.close_peers()
+    elif how == "tcp":
+        target = served.tcp_target
+    elif how == "total":
+        served.daemon.arenas._max_total_bytes = 0
+    with open_client(kind, target, **options) as client:
+        prefilled(client)
+        prefilled(client)
+    assert by_reference == [False, False]
+
+
+def test_a_refused_client_asks_again_after_a_while(
+    serve: Serve, by_reference: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = serve()
+    clock_s = [0.0]
+    with open_client("sync", served.target) as client:
+        client._arenas._clock = lambda: clock_s[0]
+        served.daemon.arenas._max_total_bytes = 0
+        prefilled(client)
+        served.daemon.arenas._max_total_bytes = 2**32
+        clock_s[0] = 9.9
+        prefilled(client)
+        clock_s[0] = 10.0
+        prefilled(client)
+    assert by_reference == [False, False, True]
+
+
+@KINDS
+def test_a_call_that_finds_no_room_goes_in_the_message(
+    serve: Serve, by_reference: list[bool], kind: str
+) -> None:
+    served = serve()
+    with open_client(kind, served.target, arena_bytes=CALL_BYTES - 1) as client:
+        prefilled(client)
+    with open_client(kind, served.target, arena_bytes=CALL_BYTES) as client:
+        prefilled(client)
+    assert by_reference == [False, True]
+
+
+def test_an_arena_is_no_larger_than_the_daemon_takes(
+    serve: Serve, by_reference: list[bool]
+) -> None:
+    served = serve(max_arena_bytes=2 * CALL_BYTES)
+    with open_client("sync", served.target) as client:
+        prefilled(client)
+        assert client.stats().arena_bytes == 2 * CALL_BYTES
+    assert by_reference == [True]
+
+
+# ---- failures
+
+
+@KINDS
+def test_after_a_failed_call_the_next_one_has_another_arena(
+    serve: Serve, by_reference: list[bool], kind: str
+) -> None:
+    served = serve()
+    with open_client(kind, served.target) as client:
+        wanted = prefilled(client)
+        first = set(served.daemon.arenas._by_id)
+        q, k, v = tensors()
+        with new_sequence(client) as sequence:
+            with pytest.raises(InvalidArgumentError):
+                sequence.prefill(0, q, k[:, :1], v)
+            assert torch.equal(sequence.prefill(0, q, k, v), wanted)
+        assert by_reference == [True, True]
+        until(lambda: served.num_arenas == 1)
+        assert not first & set(served.daemon.arenas._by_id)
+
+
+@KINDS
+def test_a_call_that_is_given_up_writes_into_no_region_of_another(
+    serve: Serve, by_reference: list[bool], kind: str
+) -> None:
+    served = serve()
+    with open_client(kind, served.target) as client:
+        wanted = prefilled(client, seed=1)
+        q, k, v = tensors()
+        late = new_sequence(client)
+        with held(engine, "prefill") as gate:
+            with pytest.raises(DeadlineExceededError):
+                late.prefill(0, q, k, v, timeout_s=0.2)
+            gate.wait()
+            assert client._arenas._arena._is_given_up
+            gate.release()
+            for _ in range(3):
+                assert torch.equal(prefilled(client, seed=1), wanted)
+        assert torch.equal(late.prefill(0, q, k, v), prefilled(client))
+    until(lambda: (served.num_arenas, served.daemon.arenas.num_bytes) == (0, 0))
+
+
+def test_a_cancelled_task_gives_the_arena_up(serve: Serve, by_reference: list[bool]) -> None:
+    served = serve()
+
+    async def main() -> None:
+        async with AsyncClient(served.target) as client, client.sequence([1] * NUM_TOKENS) as mine:
+            with held(engine, "prefill") as gate:
+                task = asyncio.create_task(mine.prefill(0, *tensors()))
+                await asyncio.to_thread(gate.wait)
+                task.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await task
+                arena = client._arenas._arena
+                assert arena is not None
+                assert not arena.is_good
+
+    asyncio.run(main())
+
+
+@KINDS
+def test_a_call_that_grpc_repeats_is_sent_in_the_message(
+    serve: Serve, by_reference: list[bool], kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = serve()
+    with open_client(kind, served.target) as client:
+        wanted = prefilled(client)
+        attend, failures = engine.prefill, [UnavailableError("for a test")]
+
+        def fails_at_first(*arguments: Any, **out: torch.Tensor) -> torch.Tensor:
+            if failures:
+                raise failures.pop()
+            result: torch.Tensor = attend(*arguments, **out)
+            return result
+
+        monkeypatch.setattr(engine, "prefill", fails_at_first)
+        assert torch.equal(prefilled(client), wanted)
+        assert not failures
+    assert by_reference == [True, False]
+
+
+@KINDS
+def test_after_a_restart_of_the_daemon_another_arena_is_registered(
+    serve: Serve, by_reference: list[bool], kind: str
+) -> None:
+    served = serve(is_guarded=True)
+    with open_client(kind, served.target) as client:
+        wanted = prefilled(client)
+        with new_sequence(client) as lost:
+            served.close()
+            served.start()
+            with pytest.raises(PrefixCacheError):
+                lost.prefill(0, *tensors())
+        assert torch.equal(prefilled(client), wanted)
+        assert served.num_arenas == 1
+    assert by_reference == [True, True]
+
+
+def test_a_daemon_that_has_lost_the_arena_gets_the_tensors(
+    serve: Serve, by_reference: list[bool]
+) -> None:
+    served = serve()
+    with open_client("sync", served.target) as client:
+        wanted = prefilled(client)
+        served.daemon.arenas._by_id.clear()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(served.daemon.arenas, "remove", lambda arena_id: None)
+            assert torch.equal(prefilled(client), wanted)
+            assert torch.equal(prefilled(client), wanted)
+            until(lambda: served.num_arenas == 1)
+    assert by_reference == [True, False, True]
+
+
+# ---- threads, forks
+
+
+def test_many_threads_share_an_arena(serve: Serve, by_reference: list[bool]) -> None:
+    served = serve()
+    wanted = {}
+    with open_client("sync", served.target, arena_bytes=0) as client:
+        for seed in range(6):
+            wanted[seed] = prefilled(client, seed)
+    by_reference.clear()
+    failures: list[BaseException] = []
+    with open_client("sync", served.target, arena_bytes=4 * CALL_BYTES) as client:
+
+        def work(seed: int) -> None:
+            try:
+                for _ in range(15):
+                    assert torch.equal(prefilled(client, seed), wanted[seed])
+            except BaseException as error:  # noqa: BLE001 - the test looks at it
+                failures.append(error)
+
+        threads = [threading.Thread(target=work, args=(seed,)) for seed in wanted]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not failures
+        assert served.num_arenas == 1
+        assert client._arenas._arena._free == [(0, 4 * CALL_BYTES)]
+    assert by_reference.count(True) > 15
+
+
+def test_a_forked_child_has_no_part_in_it(serve: Serve) -> None:
+    served = serve()
+    with open_client("sync", served.target) as client:
+        out = prefilled(client)
+        wanted = out.clone()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                assert torch.equal(out, wanted)
+                with pytest.raises(ForkedClientError):
+                    prefilled(client)
+                client._arenas.close()
+                client.close()
+            except BaseException:  # noqa: BLE001 - the exit code says it
+                os._exit(1)
+            os._exit(0)
+        assert os.waitpid(pid, 0)[1] == 0
+        assert client._arenas.is_ready
+        assert torch.equal(prefilled(client), wanted)
+        assert served.num_arenas == 1
+
+
+# ---- regions
+
+
+class _Connection:
+    is_open = True
+
+    def close(self) -> None:
+        self.is_open = False
+
+
+def new_arena(num_bytes: int) -> tuple[Arena, _Connection]:
+    connection = _Connection()
+    return Arena(7, (ctypes.c_uint8 * num_bytes)(), connection), connection
+
+
+def test_regions_do_not_overlap_and_come_back() -> None:
+    rng = random.Random(0)
+    arena, _ = new_arena(64 * ALIGNMENT)
+    held_regions: list[tuple[Any, int, int]] = []
+    num_refused = 0
+    for _ in range(2000):
+        if held_regions and rng.random() < 0.5:
+            region, _, _ = held_regions.pop(rng.randrange(len(held_regions)))
+            region.__exit__(None, None, None)
+            continue
+        num_bytes = rng.randint(1, 12 * ALIGNMENT)
+        region = arena.region(num_bytes)
+        if region is None:
+            num_refused += 1
+            longest = max((end - start for start, end in arena._free), default=0)
+            assert num_bytes > longest
+            continue
+        offset, memory = region.take(num_bytes)
+        assert (offset % ALIGNMENT, len(memory)) == (0, num_bytes)
+        assert all(offset + num_bytes <= o or o + n <= offset for _, o, n in held_regions)
+        held_regions.append((region, offset, num_bytes))
+    assert num_refused > 10
+    for region, _, _ in held_regions:
+        region.__exit__(None, None, None)
+    assert arena._free == [(0, 64 * ALIGNMENT)]
+
+
+def test_an_arena_that_is_given_up_ends_with_its_last_region() -> None:
+    arena, connection = new_arena(1024)
+    one, other = arena.region(100), arena.region(100)
+    assert one is not None
+    assert other is not None
+    with pytest.raises(ZeroDivisionError), one:
+        raise ZeroDivisionError
+    assert not arena.is_good
+    assert arena.region(1) is None
+    assert connection.is_open
+    with other:
+        pass
+    assert not connection.is_open
+
+
+def test_what_a_region_needs_is_what_its_tensors_take() -> None:
+    arena, _ = new_arena(1024)
+    region = arena.region(sum(map(client_arena.aligned, (1, 64, 65))))
+    assert region is not None
+    assert [region.take(num_bytes)[0] for num_bytes in (1, 64, 65)] == [0, 64, 128]
+    assert arena._free == [(256, 1024)]
