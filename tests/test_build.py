@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 SOURCES = ("prefixcache", "third_party", "pyproject.toml", "README.md", "LICENSE")
 MODULES = (
-    *("admission", "append", "commit", "free_queue", "hash_chain", "pool"),
+    *("admission", "append", "commit", "free_queue", "hash_chain", "pool", "slots"),
     "plain_codec",
 )
 

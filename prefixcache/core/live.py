@@ -11,12 +11,13 @@ from __future__ import annotations
 import heapq
 import os
 from array import array
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import NamedTuple
 
 from prefixcache.core import growth
+from prefixcache.core.form import FORM
 from prefixcache.core.pending import PendingBlocks
 from prefixcache.core.pool import PLAIN, Pool
 from prefixcache.core.quarantine import Quarantine
@@ -30,6 +31,12 @@ from prefixcache.errors import (
     TooManySequencesError,
 )
 from prefixcache.types import SequenceId, SequenceOrder
+
+_native_num_slots_written: Callable[[Pool, Iterable[Sequence]], int] | None = None
+if FORM == "native":
+    from prefixcache.core.native.slots import num_slots_written
+
+    _native_num_slots_written = num_slots_written
 
 _IDS_AT_ONCE = 64
 """Random ids that are made together: the call of the system costs as much as the rest."""
@@ -347,6 +354,8 @@ class LiveSequences:
 
     def num_slots_written(self) -> int:
         """Slots of referenced blocks with complete K/V, each block counted once."""
+        if _native_num_slots_written is not None:
+            return _native_num_slots_written(self._pool, self.all_holders())
         size, pool = self._pool.block_size, self._pool
         partial: dict[int, list[int]] = {}
         for sequence in self.all_holders():
