@@ -4,9 +4,11 @@
 
 Starts a daemon (or takes the one of --target), puts SmolLM2 on it (CachedModel of
 prefixcache.integrations.transformers), asks eight questions that share a system prompt of about
-2,000 tokens and then two more in one of the conversations. Prints what was cached and what that
-saved, and compares every answer with the model run without any cache. The exit code is 1 if a token
-differs, if a shared prefix was not found, or if finding it saved too little time.
+2,000 tokens and then two more in one of the conversations. Does so twice: attached, where the
+daemon's pool is mapped and attention runs here, and by RPC, where the daemon computes it. Prints
+what was cached and what that saved, and compares every answer with the model run without any cache.
+The exit code is 1 if a token differs, if a shared prefix was not found, or if finding it saved too
+little time.
 """
 
 from __future__ import annotations
@@ -28,11 +30,16 @@ import plain
 import smollm2
 import workload
 from daemon import start_daemon
+from prefixcache.attached import attach
 from prefixcache.client import Client, PoolStats, Sequence
-from prefixcache.integrations.transformers import CachedModel, Row
+from prefixcache.integrations.transformers import CachedModel, Row, serve_flags
 from prefixcache.types import CacheUse, ResultCode
 from smollm2 import SmolLM2
 
+MODES = {
+    "attached": "attached: K/V and attention in this process",
+    "rpc": "by RPC: K/V and attention in the daemon",
+}
 MIN_CACHED_SHARE = 0.95
 """Of a prefix that was computed before."""
 MAX_WARM_TO_COLD = 1 / 5
@@ -72,23 +79,49 @@ class NotAppendedError(Exception):
     """The daemon refused the next tokens of a sequence, most likely for want of free blocks."""
 
 
+@dataclass(frozen=True, slots=True)
+class FirstTokens:
+    """Times to the first token of an answer: of the first prompt, and the median of the others."""
+
+    cold_s: float
+    warm_s: float
+
+    def __str__(self) -> str:
+        ratio = self.cold_s / self.warm_s
+        return f"cold {self.cold_s:.3f} s, warm {self.warm_s:.3f} s (median), ratio 1/{ratio:.0f}"
+
+
 def main() -> int:
     arguments = parse_arguments()
     torch.set_num_threads(arguments.threads)
     smol = smollm2.load()
-    with daemon(smol, arguments) as target, Client(target) as client:
-        print(f"daemon ready at {target}\n")
-        model = CachedModel(smol.model, client)
-        turns = run_workload(smol, model, client, arguments.answer_tokens)
-        stats = client.stats()
-    print_turns(smol, turns)
-    print_stats(stats)
-    failures = [*check_cache(turns), *check_answers(smol.model, turns)]
+    failures: list[str] = []
+    turns: dict[str, list[Turn]] = {}
+    times: dict[str, FirstTokens] = {}
+    for mode in modes(arguments):
+        with daemon(smol, arguments) as target, Client(target) as client:
+            print(f"\n{MODES[mode]}, daemon at {target}\n")
+            turns[mode] = run_mode(smol, client, mode, arguments.answer_tokens)
+            stats = client.stats()
+        print_turns(smol, turns[mode])
+        print_stats(stats)
+        times[mode] = first_tokens(turns[mode])
+        failures += check_cache(mode, turns[mode], times[mode])
+    failures += check_answers(smol.model, turns)
+    for mode, seconds in times.items():
+        print(f"time to first token, {mode + ':':<9} {seconds}")
     for failure in failures:
         print(f"FAILED: {failure}")
     if not failures:
         print("\nall checks passed")
     return 1 if failures else 0
+
+
+def modes(arguments: argparse.Namespace) -> list[str]:
+    """Both with daemons of its own; one with a daemon that was named, and is warm after it."""
+    if arguments.target is None:
+        return list(MODES)
+    return ["attached" if arguments.target.startswith("unix:") else "rpc"]
 
 
 @contextmanager
@@ -98,16 +131,13 @@ def daemon(smol: SmolLM2, arguments: argparse.Namespace) -> Iterator[str]:
         yield arguments.target
         return
     with tempfile.TemporaryDirectory(prefix="prefixcache-demo-") as name:
-        folder = Path(name)
-        model_config = folder / "config.json"
-        smol.model.config.to_json_file(model_config)
+        flags = serve_flags(smol.model)
         options = {
-            "--model-config": str(model_config),
-            "--model-name": smollm2.MODEL_NAME,
+            **dict(zip(flags[::2], flags[1::2], strict=True)),
             "--num-blocks": str(arguments.num_blocks),
             "--threads": str(arguments.threads),
         }
-        with start_daemon(folder, options) as target:
+        with start_daemon(Path(name), options) as target:
             yield target
 
 
@@ -115,7 +145,8 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument(
         "--target",
-        help="a daemon that runs already, with an empty cache; left out, one is started",
+        help="a daemon that runs already, with an empty cache: attached to on a Unix socket, else "
+        "asked by RPC; left out, one is started for each",
     )
     parser.add_argument("--answer-tokens", type=int, default=32, help="tokens of each answer")
     parser.add_argument(
@@ -124,6 +155,14 @@ def parse_arguments() -> argparse.Namespace:
     # More threads than idle cores wait for each other, and that costs far more than they bring.
     parser.add_argument("--threads", type=int, default=1, help="of the model and of the daemon")
     return parser.parse_args()
+
+
+def run_mode(smol: SmolLM2, client: Client, mode: str, answer_tokens: int) -> list[Turn]:
+    if mode == "rpc":
+        return run_workload(smol, CachedModel(smol.model, client), client, answer_tokens)
+    with attach(client) as view:
+        model = CachedModel(smol.model, client, view=view)
+        return run_workload(smol, model, client, answer_tokens)
 
 
 def run_workload(
@@ -221,44 +260,48 @@ def print_stats(stats: PoolStats) -> None:
     )
 
 
-def check_cache(turns: list[Turn]) -> list[str]:
-    """Were the shared prefixes found, and did that save the time it should?"""
+def first_tokens(turns: list[Turn]) -> FirstTokens:
     cold, *warm = turns
+    return FirstTokens(cold.first_token_s, statistics.median(turn.first_token_s for turn in warm))
+
+
+def check_cache(mode: str, turns: list[Turn], times: FirstTokens) -> list[str]:
+    """Were the shared prefixes found, and did that save the time it should?"""
     failures = [
-        f"{turn.name}: {turn.num_cached} tokens cached of {turn.num_shared} that were computed"
-        for turn in warm
+        f"{mode}, {turn.name}: {turn.num_cached} tokens cached of {turn.num_shared} that were "
+        f"computed"
+        for turn in turns[1:]
         if turn.num_cached < MIN_CACHED_SHARE * turn.num_shared
     ]
-    warm_s = statistics.median(turn.first_token_s for turn in warm)
-    ratio = warm_s / cold.first_token_s
-    print(
-        f"time to first token: cold {cold.first_token_s:.3f} s, warm {warm_s:.3f} s (median), "
-        f"ratio 1/{1 / ratio:.0f}"
-    )
-    if ratio > MAX_WARM_TO_COLD:
-        failures.append(f"a warm prompt takes {ratio:.2f} of a cold one's time to first token")
+    if times.warm_s > MAX_WARM_TO_COLD * times.cold_s:
+        failures.append(f"{mode}: a warm prompt saves too little time to its first token")
     return failures
 
 
-def check_answers(model: PreTrainedModel, turns: list[Turn]) -> list[str]:
+def check_answers(model: PreTrainedModel, turns: dict[str, list[Turn]]) -> list[str]:
     """Does the model without any cache give the same answers?"""
     failures = []
-    comparisons = []
-    with smollm2.progress(f"\nthe same {len(turns)} prompts without any cache"):
-        for turn in turns:
-            result = plain.compare(model, turn.prompt, turn.answer, torch.stack(turn.logits))
-            comparisons.append(result)
+    comparisons: dict[str, list[plain.Comparison]] = {mode: [] for mode in turns}
+    plain_model = plain.PlainModel(model)
+    num_turns = len(next(iter(turns.values())))
+    with smollm2.progress(f"\nthe same {num_turns} prompts without any cache"):
+        for mode, turn in [(mode, turn) for mode, all_of_it in turns.items() for turn in all_of_it]:
+            result = plain_model.compare(turn.prompt, turn.answer, torch.stack(turn.logits))
+            comparisons[mode].append(result)
             if not result.tokens_equal:
-                failures.append(f"{turn.name}: other tokens than without a cache")
+                failures.append(f"{mode}, {turn.name}: other tokens than without a cache")
             if result.largest_difference > MAX_LOGIT_DIFFERENCE:
-                failures.append(f"{turn.name}: logits differ by {result.largest_difference:.1e}")
-    num_equal = sum(result.tokens_equal for result in comparisons)
-    difference = max(result.largest_difference for result in comparisons)
-    margin = min(result.smallest_margin for result in comparisons)
-    print(
-        f"{num_equal} of {len(turns)} answers equal; logits differ by {difference:.1e} at most, "
-        f"the closest choice of a token had a margin of {margin:.1e}"
-    )
+                failures.append(
+                    f"{mode}, {turn.name}: logits differ by {result.largest_difference:.1e}"
+                )
+    for mode, results in comparisons.items():
+        num_equal = sum(result.tokens_equal for result in results)
+        difference = max(result.largest_difference for result in results)
+        margin = min(result.smallest_margin for result in results)
+        print(
+            f"{mode + ':':<9} {num_equal} of {len(results)} answers equal; logits differ by "
+            f"{difference:.1e} at most, the closest choice of a token had a margin of {margin:.1e}"
+        )
     return failures
 
 

@@ -36,7 +36,7 @@ def main() -> int:
     started = time.perf_counter()
     answer, logits = ask(smol, prompt, arguments.answer_tokens)
     seconds = time.perf_counter() - started
-    result = plain.compare(smol.model, prompt, answer, torch.stack(logits))
+    result = plain.PlainModel(smol.model).compare(prompt, answer, torch.stack(logits))
     print(f"{QUESTION}\n{smol.text(answer)}")
     print(
         f"{len(prompt)} + {len(answer)} tokens through the kernels in {seconds:.0f} s; "

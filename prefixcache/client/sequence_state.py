@@ -171,6 +171,11 @@ class SequenceView:
         return max(self._state.computed)
 
     @property
+    def num_uncommitted_tokens(self) -> int:
+        """Computed tokens that the daemon does not know of yet: those of an attached view."""
+        return max(0, min(self._state.computed) - self._state.num_committed)
+
+    @property
     def block_ids(self) -> BlockIds:
         """The block table, lookahead included: a copy, `[blocks] int32`."""
         return np.array(self._state.block_table, dtype=np.int32)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
+from prefixcache.attached.pool_view import PoolView
 from prefixcache.client import Client
 from prefixcache.errors import FailedPreconditionError, InvalidArgumentError
 from prefixcache.integrations.transformers.attention import (
@@ -21,14 +22,14 @@ from prefixcache.integrations.transformers.attention import (
     ForwardPass,
     register,
 )
-from prefixcache.integrations.transformers.fit import check_daemon, check_model
+from prefixcache.integrations.transformers.fit import check_daemon, check_model, check_view
 from prefixcache.integrations.transformers.generation import (
     FinishReason,
     Generation,
     GenerationLimits,
     Output,
 )
-from prefixcache.integrations.transformers.rows import Row, start_of
+from prefixcache.integrations.transformers.rows import Row, commit_all, start_of
 from prefixcache.integrations.transformers.sampling import GREEDY, Sampling
 
 
@@ -50,6 +51,9 @@ class CachedModel:
     model: in eval mode. Its attention implementation becomes "prefixcache", and while it is, the
         model runs through this class only; `model.set_attn_implementation("sdpa")` gives it back.
     client: of a daemon with the model's layout (`serve_flags` says which flags give that).
+    view: the daemon's pool attached by the client (`prefixcache.attach`), on the model's device:
+        K/V are written and attended over in this process. Without one the daemon does so, and q, k,
+        v and the output travel.
     max_pass_tokens: of one pass of `generate`; longer prompts are computed in chunks.
     wait_room_s: how long `generate` waits when other clients hold all the room.
 
@@ -62,6 +66,7 @@ class CachedModel:
         model: PreTrainedModel,
         client: Client,
         *,
+        view: PoolView | None = None,
         max_pass_tokens: int = 2048,
         wait_room_s: float = 60.0,
     ) -> None:
@@ -70,25 +75,32 @@ class CachedModel:
         check_model(model)
         info = client.server_info()
         check_daemon(model, info)
+        if view is not None:
+            check_view(model, info, view)
         register()
         model.set_attn_implementation(ATTENTION_NAME)
         self._model = model
         self._client = client
+        self._view = view
         self._num_layers: int = model.config.get_text_config().num_hidden_layers
         self._max_fork_children = info.max_fork_children
         self._max_pass_tokens = max_pass_tokens
         self._wait_room_s = wait_room_s
 
     @torch.inference_mode()
-    def forward(self, rows: Items[Row]) -> torch.Tensor:
+    def forward(self, rows: Items[Row], *, commit: bool = True) -> torch.Tensor:
         """Compute the next tokens of many sequences in one pass; K/V go into their blocks.
 
         rows: at least one, any mix of chunks of prompts and of single tokens. They are run as one
         flat batch without padding. Returns the logits of each row's last token, [rows, vocabulary].
+        commit: with a view, commit them in a call of its own. An engine whose next step commits
+            them (`Step.commit` of `Sequence.num_uncommitted_tokens`) spares it. Without a view
+            the daemon commits by itself.
 
-        Raises the errors of `Client.prefill`, InvalidArgumentError for a row that does not fit its
-        sequence or an attention that there is no kernel for, and FailedPreconditionError for a
-        sequence that an earlier pass has failed on: it is to be freed and allocated again.
+        Raises the errors of `Client.prefill` and `Client.commit`, InvalidArgumentError for a row
+        that does not fit its sequence or an attention that there is no kernel for, and
+        FailedPreconditionError for a sequence that an earlier pass has failed on: it is to be freed
+        and allocated again.
         """
         starts = [start_of(row) for row in rows]
         if not rows:
@@ -104,7 +116,11 @@ class CachedModel:
         num_tokens = [len(row.token_ids) for row in rows]
         last = [end - 1 for end in itertools.accumulate(num_tokens)]
         sequences = [row.sequence for row in rows]
-        return self._run(tokens, positions, last, ForwardPass(self._client, sequences, num_tokens))
+        backend = self._client if self._view is None else self._view
+        logits = self._run(tokens, positions, last, ForwardPass(backend, sequences, num_tokens))
+        if commit:
+            commit_all(self._client, sequences)
+        return logits
 
     def generate(
         self,
@@ -172,7 +188,7 @@ class CachedModel:
             stop_token_ids = _stop_token_ids(self._model)
         generation = Generation(
             self._client,
-            self.forward,
+            lambda rows: self.forward(rows, commit=False),
             sampling,
             GenerationLimits(
                 max_new_tokens=max_new_tokens,
@@ -180,7 +196,6 @@ class CachedModel:
                 wait_room_s=self._wait_room_s,
                 stop_token_ids=frozenset(stop_token_ids),
             ),
-            commits=False,
             max_fork_children=self._max_fork_children,
         )
         outputs = [

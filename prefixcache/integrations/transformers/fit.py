@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from prefixcache.attached.pool_view import PoolView
 from prefixcache.client import ServerInfo
-from prefixcache.errors import InvalidArgumentError, NoStorageError
+from prefixcache.errors import FingerprintMismatchError, InvalidArgumentError, NoStorageError
 from prefixcache.storage.layout import KVLayout
 from prefixcache.storage.model_config import LAYOUT_KEYS, layout_from_keys
 
@@ -53,6 +54,19 @@ def check_daemon(model: PreTrainedModel, info: ServerInfo) -> None:
             f"has other weights ({weights_revision(model)}) than the one whose blocks the daemon "
             f"holds ({revision})",
         )
+
+
+def check_view(model: PreTrainedModel, info: ServerInfo, view: PoolView) -> None:
+    """Whether the view is of that daemon, to be written to, and where the model is.
+
+    Raises FingerprintMismatchError or InvalidArgumentError.
+    """
+    if view.fingerprint != info.fingerprint:
+        raise FingerprintMismatchError(info.fingerprint, view.fingerprint)
+    if not view.is_writable:
+        raise InvalidArgumentError("view", "is for reading only, and a pass writes K/V")
+    if view.device != model.device:
+        raise InvalidArgumentError("view", f"is on {view.device}, the model is on {model.device}")
 
 
 def kv_layout(model: PreTrainedModel, block_size: int = 16) -> KVLayout:

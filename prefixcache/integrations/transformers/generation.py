@@ -24,9 +24,8 @@ import torch
 
 from prefixcache.client import Client, Sequence, StepStream
 from prefixcache.client.channel import DEFAULT_TIMEOUT_S
-from prefixcache.client.row_errors import row_error
 from prefixcache.errors import NoRoomError, PrefixCacheError, QuotaExceededError
-from prefixcache.integrations.transformers.rows import Row
+from prefixcache.integrations.transformers.rows import Row, check_rows, commit_all, uncommitted
 from prefixcache.integrations.transformers.sampling import Sampling
 from prefixcache.types import AppendResult, ResultCode
 
@@ -84,10 +83,7 @@ class _Request:
 
 
 class Generation:
-    """forward: `CachedModel.forward`, without its commit. commits: whether K/V are committed here.
-
-    max_fork_children: of one call.
-    """
+    """forward: `CachedModel.forward`, without its commit. max_fork_children: of one call."""
 
     def __init__(
         self,
@@ -96,14 +92,12 @@ class Generation:
         sampling: Sampling,
         limits: GenerationLimits,
         *,
-        commits: bool,
         max_fork_children: int,
     ) -> None:
         self._client = client
         self._forward = forward
         self._sampling = sampling
         self._limits = limits
-        self._commits = commits
         self._max_fork_children = max_fork_children
         self._waiting: deque[_Request] = deque()
         self._running: list[_Request] = []
@@ -228,19 +222,12 @@ class Generation:
         if finished:
             self._running = [request for request in self._running if request not in finished]
             self._is_full = False
-        uncommitted = {row.sequence: len(row.token_ids) for row in rows} if self._commits else {}
-        at_once = {
-            request.running: uncommitted.pop(request.running)
-            for request in computed
-            if len(request.outputs) != 1 and self._commits
-        }
-        if at_once:
-            results = self._client.commit(list(at_once), list(at_once.values()))
-            _check_rows(list(at_once), [result.code for result in results])
+        commit_all(self._client, [r.running for r in computed if len(r.outputs) != 1])
         growing += [child for request in growing for child in self._forked(request)]
         for request in growing:
             request.token_ids.append(request.outputs[0].token_ids[-1])
-        self._run_step(steps, [request.running for request in finished], uncommitted, growing)
+        counts = uncommitted(row.sequence for row in rows)
+        self._run_step(steps, [request.running for request in finished], counts, growing)
 
     def _forked(self, request: _Request) -> list[_Request]:
         """A request for each of its outputs but the first."""
@@ -258,16 +245,18 @@ class Generation:
         self,
         steps: StepStream,
         ended: list[Sequence],
-        uncommitted: dict[Sequence, int],
+        counts: dict[Sequence, int],
         growing: list[_Request],
     ) -> None:
-        """growing: get their last token. Where one has no room, the youngest request makes some."""
-        while ended or uncommitted or growing:
+        """counts: to commit. growing: get their last token; where one has no room, the youngest
+        request makes some.
+        """
+        while ended or counts or growing:
             step = steps.new_step()
             if ended:
                 step.free(ended)
-            if uncommitted:
-                committed = step.commit(list(uncommitted), list(uncommitted.values()))
+            if counts:
+                committed = step.commit(list(counts), list(counts.values()))
             if growing:
                 grown = step.append(
                     [request.running for request in growing],
@@ -275,11 +264,11 @@ class Generation:
                 )
             steps.run(step)
             self._alive.difference_update(ended)
-            if uncommitted:
-                _check_rows(list(uncommitted), [result.code for result in committed.result()])
+            if counts:
+                check_rows(list(counts), committed.result())
             if growing:
                 growing = _refused(growing, grown.result())
-            uncommitted, ended = {}, []
+            counts, ended = {}, []
             if growing:
                 victim = self._running.pop()
                 growing = [request for request in growing if request is not victim]
@@ -291,14 +280,10 @@ class Generation:
 
 def _refused(requests: list[_Request], results: list[AppendResult]) -> list[_Request]:
     """Those without room. Raises the error of any other refusal."""
-    codes = [result.code for result in results]
-    others = [ResultCode.OK if code in _NO_ROOM else code for code in codes]
-    _check_rows([request.running for request in requests], others)
-    return [request for request, code in zip(requests, codes, strict=True) if code in _NO_ROOM]
-
-
-def _check_rows(sequences: list[Sequence], codes: list[ResultCode]) -> None:
-    """Raises the error of the first row that was refused."""
-    for sequence, code in zip(sequences, codes, strict=True):
-        if code is not ResultCode.OK:
-            raise row_error(code, sequence.sequence_id, sequence.num_tokens)
+    refused = []
+    for request, result in zip(requests, results, strict=True):
+        if result.code in _NO_ROOM:
+            refused.append(request)
+        else:
+            check_rows([request.running], [result])
+    return refused

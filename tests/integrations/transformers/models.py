@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -22,11 +22,14 @@ from transformers import (
 )
 
 from prefixcache import Client
-from prefixcache.integrations.transformers import kv_layout
+from prefixcache.integrations.transformers import CachedModel, kv_layout
 from prefixcache.server.daemon import CacheOptions, ModelOptions
+from prefixcache.types import PoolAccess
 from tests.support.daemon import RunningDaemon, running_daemon
 from tests.support.tolerances import assert_logits_close
 
+MakeModel = Callable[..., CachedModel]
+"""The fixture `cached_model`."""
 BLOCK_SIZE = 4
 VOCABULARY = 128
 WINDOW = 6
@@ -100,7 +103,8 @@ def daemon_for(
 ) -> Iterator[RunningDaemon]:
     layout = kv_layout(model, BLOCK_SIZE)
     cache = CacheOptions(num_blocks=num_blocks, block_size=BLOCK_SIZE)
-    with running_daemon(cache, ModelOptions(layout, revision=revision)) as running:
+    model_options = ModelOptions(layout, revision=revision)
+    with running_daemon(cache, model_options, attach=PoolAccess.WRITE) as running:
         yield running
 
 

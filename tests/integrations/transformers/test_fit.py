@@ -21,7 +21,8 @@ from transformers import (
 )
 
 from prefixcache import Client
-from prefixcache.errors import InvalidArgumentError, NoStorageError
+from prefixcache.attached import attach
+from prefixcache.errors import FingerprintMismatchError, InvalidArgumentError, NoStorageError
 from prefixcache.integrations.transformers import (
     CachedModel,
     kv_layout,
@@ -153,6 +154,25 @@ def test_other_weights_than_those_that_the_daemon_names() -> None:
         CachedModel(tiny_model("llama"), client)
         with pytest.raises(InvalidArgumentError, match="weights"):
             CachedModel(tiny_model("llama", seed=1), client)
+
+
+def test_a_view_that_does_not_fit(client: Client) -> None:
+    model, elsewhere = tiny_model("llama"), tiny_model("llama").to("meta")
+    with (
+        attach(client, writable=False) as view,
+        pytest.raises(InvalidArgumentError, match="reading only"),
+    ):
+        CachedModel(model, client, view=view)
+    with (
+        attach(client) as view,
+        daemon_for(model, revision="2") as running,
+        Client(running.target) as other,
+    ):
+        with pytest.raises(InvalidArgumentError, match="the model is on meta"):
+            CachedModel(elsewhere, client, view=view)
+        with pytest.raises(FingerprintMismatchError):
+            CachedModel(model, other, view=view)
+    assert model.config._attn_implementation == "eager"
 
 
 def test_a_revision_of_the_operators_own_choice_says_nothing_of_weights() -> None:

@@ -8,11 +8,13 @@ import pytest
 import torch
 
 from prefixcache import Client
+from prefixcache.attached import attach
 from prefixcache.errors import FailedPreconditionError, InvalidArgumentError, UnavailableError
 from prefixcache.integrations.transformers import CachedModel, Row
 from tests.integrations.transformers.models import (
     BLOCK_SIZE,
     CONFIGS,
+    MakeModel,
     PlainModel,
     client_for,
     prompt,
@@ -28,13 +30,15 @@ def client() -> Iterator[Client]:
 
 @pytest.mark.parametrize("family", CONFIGS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_logits_are_those_of_plain_transformers(family: str, dtype: torch.dtype) -> None:
+def test_logits_are_those_of_plain_transformers(
+    cached_model: MakeModel, family: str, dtype: torch.dtype
+) -> None:
     """Prompts in one pass, chunks beside single tokens, and what another sequence has computed."""
     model = tiny_model(family, dtype)
     plain = PlainModel(model)
     long, short = prompt(23), prompt(9, seed=1)
     with client_for(model) as client:
-        cached = CachedModel(model, client)
+        cached = cached_model(model, client)
         first, second = client.sequence(long), client.sequence(short)
         logits = cached.forward([Row(first, long[:14]), Row(second, short)])
         plain.assert_close(logits, [long[:14], short])
@@ -56,21 +60,21 @@ def test_logits_are_those_of_plain_transformers(family: str, dtype: torch.dtype)
 
 
 @pytest.mark.parametrize("length", [1, BLOCK_SIZE - 1, BLOCK_SIZE, BLOCK_SIZE + 1])
-def test_prompts_of_any_length(length: int) -> None:
+def test_prompts_of_any_length(cached_model: MakeModel, length: int) -> None:
     model = tiny_model("llama")
     plain = PlainModel(model)
     tokens = prompt(length)
     with client_for(model) as client, client.sequence(tokens) as sequence:
-        logits = CachedModel(model, client).forward([Row(sequence, tokens)])
+        logits = cached_model(model, client).forward([Row(sequence, tokens)])
         plain.assert_close(logits, [tokens])
 
 
-def test_a_prompt_that_is_cached_whole_computes_its_last_token() -> None:
+def test_a_prompt_that_is_cached_whole_computes_its_last_token(cached_model: MakeModel) -> None:
     model = tiny_model("llama")
     plain = PlainModel(model)
     tokens = prompt(2 * BLOCK_SIZE)
     with client_for(model) as client:
-        cached = CachedModel(model, client)
+        cached = cached_model(model, client)
         with client.sequence(tokens) as sequence:
             cached.forward([Row(sequence, tokens)])
         with client.sequence(tokens) as sequence:
@@ -78,12 +82,12 @@ def test_a_prompt_that_is_cached_whole_computes_its_last_token() -> None:
             plain.assert_close(cached.forward([Row(sequence, tokens[-1:])]), [tokens])
 
 
-def test_forks_go_on_by_themselves() -> None:
+def test_forks_go_on_by_themselves(cached_model: MakeModel) -> None:
     model = tiny_model("llama")
     plain = PlainModel(model)
     tokens = prompt(10)
     with client_for(model) as client:
-        cached = CachedModel(model, client)
+        cached = cached_model(model, client)
         parent = client.sequence(tokens)
         cached.forward([Row(parent, tokens)])
         family = [parent, *parent.fork(2)]
@@ -92,9 +96,9 @@ def test_forks_go_on_by_themselves() -> None:
         plain.assert_close(logits, [[*tokens, i + 1] for i in range(3)])
 
 
-def test_a_pass_computes_nothing_but_its_rows(client: Client) -> None:
+def test_a_pass_computes_nothing_but_its_rows(cached_model: MakeModel, client: Client) -> None:
     model = tiny_model("llama")
-    cached = CachedModel(model, client)
+    cached = cached_model(model, client)
     ids: list[torch.Tensor] = []
     model.get_input_embeddings().register_forward_pre_hook(lambda _, given: ids.append(given[0]))
     sequences = [client.sequence(prompt(length, length)) for length in (3, 17)]
@@ -103,11 +107,30 @@ def test_a_pass_computes_nothing_but_its_rows(client: Client) -> None:
     assert batch.shape == (1, 20), "padding"
 
 
+def test_an_engine_may_commit_by_its_next_step(client: Client) -> None:
+    """Of an attached model; the daemon itself knows what it has computed."""
+    model, tokens = tiny_model("llama"), prompt(9)
+    with attach(client) as view, client.steps() as steps:
+        cached = CachedModel(model, client, view=view)
+        sequence = client.sequence(tokens)
+        cached.forward([Row(sequence, tokens)], commit=False)
+        assert sequence.num_uncommitted_tokens == 9
+        assert client.lookup(tokens).num_cached_tokens == 0
+        step = steps.new_step()
+        step.commit([sequence], [sequence.num_uncommitted_tokens])
+        step.append([sequence], [[1]])
+        steps.run(step)
+        assert sequence.num_uncommitted_tokens == 0
+        assert client.lookup(tokens).num_cached_tokens == 8
+        cached.forward([Row(sequence, [1])])
+        assert sequence.num_uncommitted_tokens == 0
+
+
 # ---- what is refused
 
 
-def test_rows_that_are_not_the_next_tokens(client: Client) -> None:
-    cached = CachedModel(tiny_model("llama"), client)
+def test_rows_that_are_not_the_next_tokens(cached_model: MakeModel, client: Client) -> None:
+    cached = cached_model(tiny_model("llama"), client)
     sequence = client.sequence(prompt(6))
     with pytest.raises(InvalidArgumentError, match="rows"):
         cached.forward([])
@@ -119,8 +142,8 @@ def test_rows_that_are_not_the_next_tokens(client: Client) -> None:
         cached.forward([Row(sequence, [1])])
 
 
-def test_one_sequence_twice_in_a_pass(client: Client) -> None:
-    cached = CachedModel(tiny_model("llama"), client)
+def test_one_sequence_twice_in_a_pass(cached_model: MakeModel, client: Client) -> None:
+    cached = cached_model(tiny_model("llama"), client)
     tokens = prompt(6)
     sequence = client.sequence(tokens)
     with pytest.raises(InvalidArgumentError):

@@ -27,6 +27,7 @@ from prefixcache.integrations.transformers import CachedModel, Sampling, generat
 from tests.integrations.transformers.models import (
     BLOCK_SIZE,
     CONFIGS,
+    MakeModel,
     PlainModel,
     TokenCounter,
     client_for,
@@ -74,15 +75,17 @@ def tokens_of(cached: CachedModel, *arguments: object, **options: object) -> lis
 
 
 @pytest.mark.parametrize("family", CONFIGS)
-def test_greedy_tokens_are_those_of_plain_transformers(family: str) -> None:
+def test_greedy_tokens_are_those_of_plain_transformers(
+    cached_model: MakeModel, family: str
+) -> None:
     model = tiny_model(family)
     plain = PlainModel(model)
     wanted = [plain.greedy(tokens, NEW) for tokens in prompts()]
     with client_for(model) as client:
-        cached = CachedModel(model, client)
+        cached = cached_model(model, client)
         assert tokens_of(cached, prompts(), NEW) == wanted
         # From the cache, and in chunks.
-        cached = CachedModel(model, client, max_pass_tokens=5)
+        cached = cached_model(model, client, max_pass_tokens=5)
         assert tokens_of(cached, prompts(), NEW) == wanted
         assert client.list_sequences() == []
 
@@ -101,13 +104,14 @@ def test_greedy_tokens_are_those_of_plain_transformers(family: str) -> None:
     ],
 )
 def test_sampled_tokens_are_those_of_a_sampler_over_plain_logits(
+    cached_model: MakeModel,
     sampling: Sampling,
     processors: list[object],
     model: PreTrainedModel,
     plain: PlainModel,
     client: Client,
 ) -> None:
-    made = tokens_of(CachedModel(model, client), prompts(), NEW, sampling, num_return_sequences=3)
+    made = tokens_of(cached_model(model, client), prompts(), NEW, sampling, num_return_sequences=3)
     for index, tokens in enumerate(made):
         generator = torch.Generator().manual_seed(sampling.seed + index)
         wanted = plain.sampled(
@@ -116,9 +120,11 @@ def test_sampled_tokens_are_those_of_a_sampler_over_plain_logits(
         assert tokens == wanted, index
 
 
-def test_samples_of_one_prompt_differ(model: PreTrainedModel, client: Client) -> None:
+def test_samples_of_one_prompt_differ(
+    cached_model: MakeModel, model: PreTrainedModel, client: Client
+) -> None:
     made = tokens_of(
-        CachedModel(model, client), [prompt(9)], NEW, Sampling(1.0), num_return_sequences=4
+        cached_model(model, client), [prompt(9)], NEW, Sampling(1.0), num_return_sequences=4
     )
     assert len({tuple(tokens) for tokens in made}) == 4
 
@@ -126,8 +132,10 @@ def test_samples_of_one_prompt_differ(model: PreTrainedModel, client: Client) ->
 # ---- streaming and ends
 
 
-def test_a_stream_gives_each_token_as_it_is_chosen(model: PreTrainedModel, client: Client) -> None:
-    cached = CachedModel(model, client)
+def test_a_stream_gives_each_token_as_it_is_chosen(
+    cached_model: MakeModel, model: PreTrainedModel, client: Client
+) -> None:
+    cached = cached_model(model, client)
     counter = TokenCounter(model)
     wanted = tokens_of(cached, prompts(), NEW)
     counter.take()
@@ -141,8 +149,10 @@ def test_a_stream_gives_each_token_as_it_is_chosen(model: PreTrainedModel, clien
     assert made == wanted
 
 
-def test_a_stream_that_is_left_frees_its_sequences(model: PreTrainedModel, client: Client) -> None:
-    stream = CachedModel(model, client).stream(prompts(), NEW)
+def test_a_stream_that_is_left_frees_its_sequences(
+    cached_model: MakeModel, model: PreTrainedModel, client: Client
+) -> None:
+    stream = cached_model(model, client).stream(prompts(), NEW)
     for _ in range(6):
         next(stream)
     assert client.list_sequences()
@@ -150,8 +160,10 @@ def test_a_stream_that_is_left_frees_its_sequences(model: PreTrainedModel, clien
     assert client.list_sequences() == []
 
 
-def test_stop_tokens_end_an_output(model: PreTrainedModel, client: Client) -> None:
-    cached = CachedModel(model, client)
+def test_stop_tokens_end_an_output(
+    cached_model: MakeModel, model: PreTrainedModel, client: Client
+) -> None:
+    cached = cached_model(model, client)
     (whole,) = tokens_of(cached, [prompt(9)], NEW)
     stop = whole[4]
     first = whole.index(stop)
@@ -163,22 +175,22 @@ def test_stop_tokens_end_an_output(model: PreTrainedModel, client: Client) -> No
 
 @pytest.mark.parametrize("as_list", [False, True])
 def test_the_models_own_stop_tokens_hold_unless_others_are_given(
-    as_list: bool, client: Client
+    cached_model: MakeModel, as_list: bool, client: Client
 ) -> None:
     model = tiny_model("llama")
     plain = PlainModel(model)
     whole = plain.greedy(prompt(9), NEW)
     model.generation_config.eos_token_id = [whole[4], 127] if as_list else whole[4]
     plain = PlainModel(model)
-    cached = CachedModel(model, client)
+    cached = cached_model(model, client)
     assert tokens_of(cached, [prompt(9)], NEW) == [plain.greedy(prompt(9), NEW)]
     assert tokens_of(cached, [prompt(9)], NEW, stop_token_ids=()) == [whole]
 
 
 def test_outputs_of_one_prompt_may_end_at_their_first_token(
-    model: PreTrainedModel, plain: PlainModel, client: Client
+    cached_model: MakeModel, model: PreTrainedModel, plain: PlainModel, client: Client
 ) -> None:
-    cached = CachedModel(model, client)
+    cached = cached_model(model, client)
     sampling = Sampling(1.0)
     whole = tokens_of(cached, [prompt(9)], NEW, sampling, num_return_sequences=4)
     for stop in {tokens[0] for tokens in whole}:
@@ -198,9 +210,9 @@ def test_no_prompts(model: PreTrainedModel, client: Client) -> None:
 
 
 def test_a_second_run_computes_only_what_is_not_cached(
-    model: PreTrainedModel, client: Client
+    cached_model: MakeModel, model: PreTrainedModel, client: Client
 ) -> None:
-    cached = CachedModel(model, client)
+    cached = cached_model(model, client)
     counter = TokenCounter(model)
     first = cached.generate(prompts(), NEW)
     assert [result.num_cached_tokens for result in first] == [0] * len(LENGTHS)
@@ -214,41 +226,45 @@ def test_a_second_run_computes_only_what_is_not_cached(
     assert [result.token_ids for result in second] == [result.token_ids for result in first]
 
 
-def test_an_answer_is_cached_for_the_next_turn(model: PreTrainedModel, client: Client) -> None:
-    cached = CachedModel(model, client)
+def test_an_answer_is_cached_for_the_next_turn(
+    cached_model: MakeModel, model: PreTrainedModel, client: Client
+) -> None:
+    cached = cached_model(model, client)
     (answer,) = tokens_of(cached, [prompt(9)], NEW)
     (turn,) = cached.generate([[*prompt(9), *answer, 1, 2, 3]], NEW)
     assert turn.num_cached_tokens == (9 + NEW - 1) // BLOCK_SIZE * BLOCK_SIZE
 
 
 def test_prompts_of_one_call_compute_a_shared_prefix_once(
-    model: PreTrainedModel, plain: PlainModel, client: Client
+    cached_model: MakeModel, model: PreTrainedModel, plain: PlainModel, client: Client
 ) -> None:
     shared = prompt(4 * BLOCK_SIZE)
     questions = [shared + prompt(5, seed=seed) for seed in (1, 2, 3)]
-    cached = CachedModel(model, client)
+    cached = cached_model(model, client)
     counter = TokenCounter(model)
     made = tokens_of(cached, questions, NEW)
     assert counter.take() == len(shared) + 3 * (5 + NEW - 1)
     assert made == [plain.greedy(question, NEW) for question in questions]
 
 
-def test_samples_share_their_prompt(model: PreTrainedModel, client: Client) -> None:
+def test_samples_share_their_prompt(
+    cached_model: MakeModel, model: PreTrainedModel, client: Client
+) -> None:
     counter = TokenCounter(model)
-    CachedModel(model, client).generate([prompt(22)], NEW, Sampling(1.0), num_return_sequences=3)
+    cached_model(model, client).generate([prompt(22)], NEW, Sampling(1.0), num_return_sequences=3)
     assert counter.take() == 22 + 3 * (NEW - 1)
 
 
 def test_chunks_of_prompts_run_beside_single_tokens(
-    model: PreTrainedModel, plain: PlainModel, client: Client
+    cached_model: MakeModel, model: PreTrainedModel, plain: PlainModel, client: Client
 ) -> None:
     counter = TokenCounter(model)
-    made = tokens_of(CachedModel(model, client, max_pass_tokens=5), prompts(), NEW)
+    made = tokens_of(cached_model(model, client, max_pass_tokens=5), prompts(), NEW)
     assert max(counter.passes) == 5
     assert made == [plain.greedy(tokens, NEW) for tokens in prompts()]
 
 
-def test_two_engines_compute_a_prompt_once() -> None:
+def test_two_engines_compute_a_prompt_once(cached_model: MakeModel) -> None:
     """In two threads, each with a client of its own."""
     models = [tiny_model("llama"), tiny_model("llama")]
     plain = PlainModel(models[0])
@@ -259,7 +275,7 @@ def test_two_engines_compute_a_prompt_once() -> None:
 
         def engine(model: PreTrainedModel) -> None:
             with Client(running.target) as client:
-                made.append(tokens_of(CachedModel(model, client), [text], NEW))
+                made.append(tokens_of(cached_model(model, client), [text], NEW))
 
         threads = [threading.Thread(target=engine, args=(model,)) for model in models]
         for thread in threads:
@@ -277,11 +293,15 @@ def test_two_engines_compute_a_prompt_once() -> None:
 @pytest.mark.parametrize("max_pass_tokens", [5, 2048])
 @pytest.mark.parametrize("num_blocks", [9, 12, 16])
 def test_preempted_sequences_go_on_with_the_same_tokens(
-    num_blocks: int, max_pass_tokens: int, model: PreTrainedModel, plain: PlainModel
+    cached_model: MakeModel,
+    num_blocks: int,
+    max_pass_tokens: int,
+    model: PreTrainedModel,
+    plain: PlainModel,
 ) -> None:
     """The largest one needs 9 blocks."""
     with client_for(model, num_blocks) as client:
-        cached = CachedModel(model, client, max_pass_tokens=max_pass_tokens)
+        cached = cached_model(model, client, max_pass_tokens=max_pass_tokens)
         made = tokens_of(cached, prompts(), NEW)
         assert client.stats().resumed_requests > 0
         assert client.list_sequences() == []
@@ -289,23 +309,25 @@ def test_preempted_sequences_go_on_with_the_same_tokens(
 
 
 def test_preempted_samples_go_on_with_the_same_tokens(
-    model: PreTrainedModel, client: Client
+    cached_model: MakeModel, model: PreTrainedModel, client: Client
 ) -> None:
     arguments = (prompts(), NEW, Sampling(1.2, top_k=30, seed=11))
-    wanted = tokens_of(CachedModel(model, client), *arguments, num_return_sequences=3)
+    wanted = tokens_of(cached_model(model, client), *arguments, num_return_sequences=3)
     with client_for(model, num_blocks=12) as small:
-        made = tokens_of(CachedModel(model, small), *arguments, num_return_sequences=3)
+        made = tokens_of(cached_model(model, small), *arguments, num_return_sequences=3)
         assert small.stats().resumed_requests > 0
         assert small.list_sequences() == []
     assert made == wanted
 
 
-def test_a_preempted_sequence_finds_its_tokens_in_the_cache(model: PreTrainedModel) -> None:
+def test_a_preempted_sequence_finds_its_tokens_in_the_cache(
+    cached_model: MakeModel, model: PreTrainedModel
+) -> None:
     """What was given up for the older one's last block is there when that has finished."""
     counter = TokenCounter(model)
     texts = [prompt(8, seed=1), prompt(8, seed=2)]
     with client_for(model, num_blocks=7) as client:
-        CachedModel(model, client).generate(texts, 8)
+        cached_model(model, client).generate(texts, 8)
         stats = client.stats()
     assert stats.resumed_requests == 1
     assert (
@@ -315,16 +337,21 @@ def test_a_preempted_sequence_finds_its_tokens_in_the_cache(model: PreTrainedMod
 
 
 @pytest.mark.parametrize("length", [4 * BLOCK_SIZE + 1, 4 * BLOCK_SIZE - 2])
-def test_one_that_can_never_fit_raises(length: int, model: PreTrainedModel) -> None:
+def test_one_that_can_never_fit_raises(
+    cached_model: MakeModel, length: int, model: PreTrainedModel
+) -> None:
     """With its prompt, or when it has grown."""
     with client_for(model, num_blocks=4) as client:
         with pytest.raises(ExceedsPoolError):
-            CachedModel(model, client).generate([prompt(3), prompt(length)], NEW)
+            cached_model(model, client).generate([prompt(3), prompt(length)], NEW)
         assert client.list_sequences() == []
 
 
 def test_room_that_others_hold_is_waited_for(
-    model: PreTrainedModel, plain: PlainModel, monkeypatch: pytest.MonkeyPatch
+    cached_model: MakeModel,
+    model: PreTrainedModel,
+    plain: PlainModel,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with two_clients(model, num_blocks=8) as (client, other):
         held = other.sequence(prompt(20, seed=9))
@@ -336,14 +363,16 @@ def test_room_that_others_hold_is_waited_for(
                 held.free()
 
         monkeypatch.setattr(generation.time, "sleep", sleep)
-        made = tokens_of(CachedModel(model, client), [prompt(17)], NEW)
+        made = tokens_of(cached_model(model, client), [prompt(17)], NEW)
     assert len(waits) == 3
     assert made == [plain.greedy(prompt(17), NEW)]
 
 
-def test_room_that_others_hold_for_too_long(model: PreTrainedModel) -> None:
+def test_room_that_others_hold_for_too_long(
+    cached_model: MakeModel, model: PreTrainedModel
+) -> None:
     with two_clients(model, num_blocks=8) as (client, other):
-        cached = CachedModel(model, client, wait_room_s=0.0)
+        cached = cached_model(model, client, wait_room_s=0.0)
         with other.sequence(prompt(20, seed=9)), pytest.raises(NoRoomError):
             cached.generate([prompt(17)], NEW)
 
