@@ -13,11 +13,11 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.chaos import cuts, fuzz, kills, restarts, soak
+from tests.chaos import cuts, fuzz, kills, restarts, soak, writers
 from tests.chaos.report import Figures, details, table
 
 FULL_S = 600.0
-NUM_KILLS, NUM_BAD_CALLS = 1000, 100_000
+NUM_KILLS, NUM_WRITER_KILLS, NUM_BAD_CALLS = 1000, 200, 100_000
 """Of a run of that length; a shorter one has fewer, and a few at least."""
 _FEWEST_BAD_CALLS = 3000
 _SHARES = {"restarts": 0.33, "cuts": 0.25, "soak": 0.42}
@@ -25,7 +25,7 @@ _SHARES = {"restarts": 0.33, "cuts": 0.25, "soak": 0.42}
 _SHORTEST_S = {"restarts": 16.0, "cuts": 8.0, "soak": 12.0}
 _STARTS_S = 30.0
 """For starting daemons and clients, and for looking at what is left."""
-PARTS = ("kills", "fuzz", *_SHARES)
+PARTS = ("kills", "writers", "fuzz", *_SHARES)
 
 
 def run(part: str, seed: int, seconds: float, spent_s: float | None = None) -> Figures:
@@ -39,6 +39,8 @@ def run(part: str, seed: int, seconds: float, spent_s: float | None = None) -> F
         folder = Path(name)
         if part == "kills":
             return kills.run(folder, rng, max(kills.FEWEST, round(NUM_KILLS * scale)))
+        if part == "writers":
+            return writers.run(folder, rng, max(writers.FEWEST, round(NUM_WRITER_KILLS * scale)))
         if part == "fuzz":
             num_calls = max(_FEWEST_BAD_CALLS, round(NUM_BAD_CALLS * scale))
             return fuzz.run(folder, rng, num_calls)

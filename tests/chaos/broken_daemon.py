@@ -12,6 +12,7 @@ import pytest
 
 from prefixcache.core import growth
 from prefixcache.core.hashing import Hasher
+from prefixcache.core.live import LiveSequences
 from prefixcache.core.sessions import Sessions
 from prefixcache.types import NO_EXTRA_KEYS
 from tests.chaos import checked_daemon
@@ -45,7 +46,14 @@ def sessions_without_end(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Sessions, "expired", lambda self: [])
 
 
-DEFECTS = {defect.__name__: defect for defect in (leak, wrong_hits, sessions_without_end)}
+def no_quarantine(patch: pytest.MonkeyPatch) -> None:
+    """What a writer that stands still may still write to is given to others."""
+    patch.setattr(LiveSequences, "lose_session", LiveSequences.end_session)
+
+
+SOAKED = (leak, wrong_hits, sessions_without_end)
+"""Those that any load finds."""
+DEFECTS = {defect.__name__: defect for defect in (*SOAKED, no_quarantine)}
 
 if __name__ == "__main__":
     with pytest.MonkeyPatch.context() as to_patch:

@@ -34,6 +34,7 @@ class Control:
         self._commands: dict[str, Callable[[Daemon], Any]] = {
             "check": broken_invariant,
             "left": what_is_left,
+            "contents": contents,
             "kills": lambda daemon: self._killer.counts(),
         }
 
@@ -68,6 +69,19 @@ def what_is_left(daemon: Daemon) -> dict[str, int]:
             "sequences that compute pending blocks": sequences.pending.num_fillers,
         }
     return {name: count for name, count in counts.items() if count}
+
+
+def contents(daemon: Daemon) -> list[tuple[str, int]]:
+    """The hash of each committed block, and a digest of the K/V in it."""
+    assert daemon.engine is not None
+    sequences, spans = daemon.sequences, daemon.engine.memory.spans.numpy()
+    with sequences.lock:
+        hashes = map(sequences.pool.hash_of, range(sequences.pool.num_blocks))
+        return [
+            (block_hash.hex(), zlib.crc32(spans[block]))
+            for block, block_hash in enumerate(hashes)
+            if block_hash is not None
+        ]
 
 
 def manager_state(daemon: Daemon) -> dict[str, Any]:

@@ -32,7 +32,9 @@ from tests.chaos.tenants import TENANTS, Tenant
 from tests.chaos.walk import Walk
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["tests.chaos.clients", "tests.chaos.lives"])
+_CONTEXT.set_forkserver_preload(
+    ["tests.chaos.clients", "tests.chaos.lives", "tests.chaos.attached"]
+)
 
 
 @dataclass(frozen=True)

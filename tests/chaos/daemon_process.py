@@ -161,7 +161,7 @@ def daemon_process(
 
 
 def wait_until_free(daemon: DaemonProcess, timeout_s: float) -> tuple[PoolStats | None, float]:
-    """Wait for no sequence and no referenced block: the last statistics, and the seconds taken.
+    """Wait for all blocks to be free: the last statistics, and the seconds taken.
 
     None if the daemon does not answer.
     """
@@ -172,7 +172,8 @@ def wait_until_free(daemon: DaemonProcess, timeout_s: float) -> tuple[PoolStats 
             while True:
                 stats = client.stats()
                 taken_s = time.monotonic() - begin_s
-                if not (stats.sequences or stats.referenced) or taken_s > timeout_s:
+                is_free = not (stats.sequences or stats.referenced or stats.quarantined)
+                if is_free or taken_s > timeout_s:
                     return stats, taken_s
                 time.sleep(_POLL_S)
     except PrefixCacheError:

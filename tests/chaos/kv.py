@@ -114,7 +114,7 @@ class EngineKv:
         sequence, size, slots = held.sequence, BLOCK_SIZE, self._slots(held)
         start = sequence.num_computed_tokens
         end = min(start + count, len(held.tokens))
-        expected = _states(held.chain(end))
+        expected = chain_states(held.chain(end))
         table = sequence.block_ids
         for position in range(max(start, held.written_from), end):
             slots[table[position // size], position % size] = expected[position]
@@ -133,7 +133,8 @@ class EngineKv:
         return self._boots[zlib.crc32(held.boot_id) % _NUM_BOOTS]
 
 
-def _states(chain: list[int]) -> list[int]:
+def chain_states(chain: list[int]) -> list[int]:
+    """For each token a number that follows from it and all tokens before it."""
     state, states = 17, []
     for value in chain:
         state = (state * 1_000_003 + value + 1) % _STATE_MODULUS

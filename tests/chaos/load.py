@@ -87,11 +87,11 @@ def check_daemon(figures: Figures, daemon: DaemonProcess, wait_s: float = GRACE_
     if stats is None:
         figures.problems.append("the daemon does not answer")
         return seconds
-    if stats.sequences or stats.referenced:
-        figures.leaked += stats.referenced
+    if stats.sequences or stats.referenced or stats.quarantined:
+        figures.leaked += stats.referenced + stats.quarantined
         figures.problems.append(
-            f"{stats.sequences} sequences and {stats.referenced} blocks are left"
-            f" {seconds:.2f} s after the last client"
+            f"{stats.sequences} sequences, {stats.referenced} blocks and {stats.quarantined} in"
+            f" quarantine are left {seconds:.2f} s after the last client"
         )
     if left := daemon.ask("left"):
         figures.problems.append(f"without any client there are {left}")

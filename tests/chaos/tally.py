@@ -60,6 +60,9 @@ class ClientTally:
     def mark(self, name: str, count: int = 1) -> None:
         self._row[_mark(name)] += count
 
+    def marked(self, name: str) -> int:
+        return int(self._row[_mark(name)])
+
     def num_unanswered(self) -> int:
         """Unary calls that have started and not ended."""
         cells = self._row[: len(RPCS) * len(_ENDINGS)].reshape(len(RPCS), len(_ENDINGS))

@@ -11,8 +11,8 @@ import pytest
 
 from prefixcache.core import growth
 from prefixcache.server import checks
-from tests.chaos import fuzz, soak
-from tests.chaos.broken_daemon import DEFECTS, VARIABLE
+from tests.chaos import fuzz, soak, writers
+from tests.chaos.broken_daemon import SOAKED, VARIABLE, no_quarantine
 from tests.chaos.daemon_process import Usage
 from tests.chaos.flatness import MAX_GROWTH_BYTES, judge
 from tests.chaos.link import LONG_S, Link
@@ -23,7 +23,7 @@ SEED = 5
 
 
 @pytest.mark.chaos
-@pytest.mark.parametrize("defect", DEFECTS)
+@pytest.mark.parametrize("defect", [defect.__name__ for defect in SOAKED])
 def test_a_soak_finds_a_defect_of_the_daemon(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, defect: str
 ) -> None:
@@ -35,6 +35,16 @@ def test_a_soak_finds_a_defect_of_the_daemon(
         assert figures.wrong > 0
     else:
         assert figures.leaked > 0
+
+
+@pytest.mark.chaos
+def test_writers_find_blocks_that_are_given_away_too_early(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, no_quarantine.__name__)
+    program, rng = "tests.chaos.broken_daemon", random.Random(SEED)
+    figures = writers.run(tmp_path, rng, 15, stalled_part=1.0, program=program)
+    assert figures.wrong > 0
 
 
 def fuzzed(tmp_path: Path) -> Figures:
