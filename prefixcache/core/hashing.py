@@ -29,7 +29,7 @@ import xxhash
 from prefixcache.core.extra_keys import block_extra_keys
 from prefixcache.core.form import FORM
 from prefixcache.core.python.hash_chain import hash_cbor, hash_raw
-from prefixcache.types import BlockHash, ExtraKeys, TokenIds
+from prefixcache.types import BlockHash, BlockIds, ExtraKeys, TokenIds
 
 HASH_RECIPE_VERSION = 1
 
@@ -152,12 +152,14 @@ class Chain:
     """Consecutive full blocks of one token sequence, by content.
 
     hashes: one a block. token_ids: `[len(hashes) * B] uint32`. extra_keys: encoded, one a block
-    (`b""` for none), or None for none in any.
+    (`b""` for none), or None for none in any. guess: blocks that the first hashes were registered
+    for a moment ago, see `Pool.guess`; None for no guess.
     """
 
     hashes: BlockHashes
     token_ids: TokenIds
     extra_keys: Sequence[bytes] | None
+    guess: BlockIds | None = None
 
 
 class Hasher:

@@ -6,11 +6,11 @@ accounts that has room for it. Any other is left to it.
 """
 
 from cpython cimport array
-from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_GET_SIZE
-from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t
+from cpython.bytes cimport PyBytes_GET_SIZE
+from libc.stdint cimport int32_t, int64_t, uint32_t
 
 from prefixcache.core.native.free_queue cimport queue_remove
-from prefixcache.core.native.pool cimport Pool, ages_hit, index_match
+from prefixcache.core.native.pool cimport Pool, ages_hit
 
 from array import array as _array
 
@@ -34,11 +34,7 @@ def take_prompt(Pool pool, chain, Py_ssize_t num_usable, Py_ssize_t num_blocks):
         digests = pool._digests(chain.hashes)
         num_usable = min(num_usable, PyBytes_GET_SIZE(digests) // pool.digest_bytes, num_blocks)
         if num_usable > 0 and pool._index.count:
-            num_hits = index_match(
-                &pool._index, <const uint8_t *>PyBytes_AS_STRING(digests), num_usable, blocks
-            )
-            if pool._verifies and num_hits:
-                num_hits = pool._num_equal(blocks, num_hits, chain)
+            num_hits = pool._match(chain, digests, num_usable, blocks)
     for index in range(num_hits):
         num_reused += pool._refs[blocks[index]] == 0
     if num_blocks - num_hits + num_reused > pool.num_free:

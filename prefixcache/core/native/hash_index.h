@@ -97,6 +97,23 @@ static inline int64_t index_match(
     return count;
 }
 
+/* How many of these blocks, from the first on, are registered for these digests. A block that is
+ * `registered` is the one that the index has for its digest, so the slots need not be read. */
+static inline int64_t index_confirm(
+    const hash_index *index, const uint8_t *states, uint8_t registered, const uint8_t *digests,
+    int64_t count, const int32_t *blocks) {
+    for (int64_t number = 0; number < count; number++, digests += index->digest_bytes) {
+        if (count - number > INDEX_DIGESTS_AHEAD) {
+            __builtin_prefetch(index_digest(index, blocks[number + INDEX_DIGESTS_AHEAD]));
+            __builtin_prefetch(states + blocks[number + INDEX_DIGESTS_AHEAD]);
+        }
+        if (states[blocks[number]] != registered) return number;
+        if (memcmp(index_digest(index, blocks[number]), digests, index->digest_bytes))
+            return number;
+    }
+    return count;
+}
+
 /* Take the entry of a registered block out. */
 static inline void index_remove(hash_index *index, int32_t block) {
     const uint64_t mask = ((uint64_t)1 << index->num_bits) - 1;

@@ -26,6 +26,14 @@ cdef extern from "hash_index.h" nogil:
     int64_t index_match(
         const hash_index *index, const uint8_t *digests, int64_t count, int32_t *blocks
     )
+    int64_t index_confirm(
+        const hash_index *index,
+        const uint8_t *states,
+        uint8_t registered,
+        const uint8_t *digests,
+        int64_t count,
+        const int32_t *blocks,
+    )
     void index_remove(hash_index *index, int32_t block)
 
 cdef extern from "standbys.h" nogil:
@@ -198,6 +206,7 @@ cdef class Pool:
     cdef int _check(self, int32_t block_id) except -1
     cdef int _check_all(self, const int32_t[::1] block_ids) except -1
     cdef bytes _digests(self, hashes)
+    cdef int64_t _match(self, chain, bytes digests, int64_t count, int32_t *blocks) except -1
     cdef int _register(
         self, int32_t block, const uint8_t *digest, int32_t parent, uint32_t now
     ) except -1

@@ -243,11 +243,43 @@ cdef class Pool:
         if count <= 0 or not self._index.count:
             return block_ids[:0]
         cdef int32_t[::1] found = block_ids
-        cdef int64_t num_found = index_match(
-            &self._index, <const uint8_t *>PyBytes_AS_STRING(digests), count, &found[0]
+        return block_ids[: self._match(chain, digests, count, &found[0])]
+
+    cdef int64_t _match(self, chain, bytes digests, int64_t count, int32_t *blocks) except -1:
+        """`match`, of the first `count` digests."""
+        cdef const uint8_t *digest = <const uint8_t *>PyBytes_AS_STRING(digests)
+        cdef const int32_t[::1] guess
+        cdef int64_t num_found = 0
+        if chain.guess is not None:
+            guess = chain.guess
+            num_found = min(count, guess.shape[0])
+            if num_found:
+                num_found = index_confirm(
+                    &self._index, self._state, REGISTERED, digest, num_found, &guess[0]
+                )
+                memcpy(blocks, &guess[0], num_found * sizeof(int32_t))
+        num_found += index_match(
+            &self._index,
+            digest + num_found * self.digest_bytes,
+            count - num_found,
+            blocks + num_found,
         )
-        if self._verifies and num_found:
-            num_found = self._num_equal(&found[0], num_found, chain)
+        return self._num_equal(blocks, num_found, chain) if self._verifies and num_found else num_found
+
+    def guess(self, hashes):
+        """What `match` may find: the blocks of the longest run of these hashes, without the lock.
+
+        Others may change the pool meanwhile, and run. `match` looks at each block of it again, at
+        a fraction of the cost.
+        """
+        cdef bytes digests = self._digests(hashes)
+        cdef const uint8_t *digest = <const uint8_t *>PyBytes_AS_STRING(digests)
+        cdef int64_t count = len(hashes), num_found = 0
+        block_ids = np.empty(count, dtype=np.int32)
+        cdef int32_t[::1] found = block_ids
+        if count:
+            with nogil:
+                num_found = index_match(&self._index, digest, count, &found[0])
         return block_ids[:num_found]
 
     def acquire(self, const int32_t[::1] block_ids, int32_t account=0):

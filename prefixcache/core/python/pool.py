@@ -15,7 +15,7 @@ import numpy.typing as npt
 from prefixcache.core.accounts import AccountUse, HitCounts
 from prefixcache.core.block_ages import TICKS_PER_S, BlockAges, BlockPast
 from prefixcache.core.events import EventLog
-from prefixcache.core.hashing import Chain
+from prefixcache.core.hashing import BlockHashes, Chain
 from prefixcache.core.python.accounts import Accounts
 from prefixcache.core.python.block_ages import Ages
 from prefixcache.core.python.contents import Contents
@@ -165,6 +165,10 @@ class Pool:
         if self._contents is not None and found:
             block_ids = block_ids[: self._contents.num_equal(block_ids, chain)]
         return block_ids
+
+    def guess(self, hashes: BlockHashes) -> BlockIds | None:
+        """None: a walk in Python would hold up others as much as one under the lock."""
+        return None
 
     def acquire(self, block_ids: BlockIds, account: int = 0) -> None:
         """One more reference of an account on each of distinct, cached or referenced blocks."""
