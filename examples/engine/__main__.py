@@ -46,7 +46,10 @@ def main() -> None:
         listening = listen(arguments.host, arguments.port)
         url = f"http://{arguments.host}:{listening.getsockname()[1]}/v1"
         print(f"serving {served.name} at {url}", flush=True)
-        uvicorn.Server(config).run([listening])
+        try:
+            uvicorn.Server(config).run([listening])
+        finally:
+            engine.close()
 
 
 def listen(host: str, port: int) -> socket.socket:

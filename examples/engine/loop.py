@@ -106,11 +106,15 @@ class Engine:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop after the step that runs. Requests without an answer end with EngineStoppedError."""
+        """Stop after the step that runs. Requests without an answer end with EngineStoppedError.
+
+        May be called again.
+        """
         with self._lock:
             self._is_open = False
         self.wake()
-        self._thread.join()
+        if self._thread.is_alive():
+            self._thread.join()
 
     @property
     def is_running(self) -> bool:

@@ -12,6 +12,8 @@ on sequences. One thread.
   computed once, and the wait stops nobody. It is bounded: the other might be slow.
 - When a sequence cannot grow, the request that came last is preempted: its sequence is freed and it
   waits again, with the tokens it has. Most of them are still cached then.
+
+Between engines there is no order: what each can count on are the quotas of the daemon.
 """
 
 from __future__ import annotations
@@ -129,11 +131,10 @@ class Scheduler:
         self._free_ended()
         step = Step()
         budget = self._limits.max_tokens_per_step
-        num_preempted = self.num_preempted
-        for request in self._grow(self.running[:budget]):
+        self._grow()
+        for request in self.running:
             budget -= _take(step, request, budget)
-        if self.num_preempted == num_preempted:
-            self._admit(step, budget)
+        self._admit(step, budget)
         return step
 
     def fork(self, request: Request) -> list[Request]:
@@ -161,9 +162,9 @@ class Scheduler:
 
     # ---- inside
 
-    def _grow(self, requests: list[Request]) -> list[Request]:
-        """Give each sequence the token that was chosen last. Returns those that still run."""
-        growing = [request for request in requests if request.unsent_tokens]
+    def _grow(self) -> None:
+        """Give each sequence that runs the token that was chosen last."""
+        growing = [request for request in self.running if request.unsent_tokens]
         while growing:
             results = self._cache.append(
                 [request.sequence for request in growing if request.sequence is not None],
@@ -178,7 +179,6 @@ class Scheduler:
             if refused:
                 self._preempt(self.running[-1])
             growing = [request for request in refused if request.sequence is not None]
-        return [request for request in requests if request.sequence is not None]
 
     def _preempt(self, request: Request) -> None:
         self.num_preempted += 1

@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 
 from examples.engine.scheduler import Limits
-from prefixcache.errors import ExceedsPoolError
+from prefixcache.core.stats import PoolStats
+from prefixcache.errors import (
+    DrainingError,
+    ExceedsPoolError,
+    PrefixCacheError,
+    QuotaExceededError,
+    TooManySequencesError,
+    UnavailableError,
+)
+from prefixcache.types import LookupResult
 from tests.core.manager import A, C, Manager, T, U
-from tests.examples.engine.local_engine import LocalEngine, answer_to, spell
+from tests.examples.engine.local_engine import LocalEngine, LocalSequence, answer_to, spell
+
+
+def counted(engine: LocalEngine) -> PoolStats:
+    return engine.cache.manager.sequences.stats()
 
 
 def lengths(engine: LocalEngine) -> list[list[int]]:
@@ -24,7 +40,12 @@ def test_one_request_is_answered_in_chunks(length: int, max_tokens: int) -> None
     whole, rest = divmod(length, 8)
     chunks = [[8]] * whole + ([[rest]] if rest else [])
     assert lengths(engine) == chunks + [[1]] * (max_tokens - 1)
-    assert engine.cache.manager.sequences.stats().referenced == 0
+    counters = engine.engine.counters
+    assert (counters.computed_tokens, counters.computed_prompt_tokens) == (
+        length + max_tokens - 1,
+        length,
+    )
+    assert counted(engine).referenced == 0
 
 
 def test_decoding_goes_on_beside_the_chunks_of_a_long_prompt() -> None:
@@ -83,11 +104,18 @@ def test_the_youngest_is_preempted_and_goes_on_with_its_tokens() -> None:
     engine = LocalEngine(Manager(5))
     old = engine.ask(T(4), max_tokens=10)
     young = engine.ask(A(4), max_tokens=10)
-    engine.run()
+    last = engine.ask(C(4), max_tokens=10)
+    engine.turn()
+    while not old.ends():
+        assert old.request.sequence is not None
+        assert engine.waiting == sorted(engine.waiting, key=lambda request: request.arrival)
+        engine.turn()
     assert engine.scheduler.num_preempted > 0
-    assert old.is_answered() and young.is_answered()
-    assert old.deltas.index(old.deltas[-1]) == 9  # a token a delta, none twice
-    assert len(young.deltas) == 10
+    engine.run()
+    for asked in (old, young, last):
+        assert asked.is_answered()
+        assert len(asked.deltas) == 10  # a token each, none twice
+    assert counted(engine).requests == 3  # one that comes again is no new query
 
 
 def test_what_was_preempted_is_computed_from_what_is_still_cached() -> None:
@@ -103,7 +131,7 @@ def test_what_was_preempted_is_computed_from_what_is_still_cached() -> None:
     # Its full blocks are cached: of its 10 tokens two are left, and then one more.
     assert lengths(engine)[2:] == [[1, 2]]
     assert engine.runner.num_computed == before + 3
-    assert young.deltas[0].num_cached_tokens == 0
+    assert {delta.num_cached_tokens for delta in young.deltas} == {0}
 
 
 def test_one_that_can_never_fit_is_refused_and_the_others_go_on() -> None:
@@ -122,7 +150,7 @@ def test_one_that_outgrows_the_pool_is_refused_in_the_end() -> None:
     engine.run()
     assert isinstance(asked.deltas[-1].error, ExceedsPoolError)
     assert asked.text() == spell(answer_to(T(12), 5))  # up to the pool's 16 tokens, and one more
-    assert engine.cache.manager.sequences.stats().referenced == 0
+    assert counted(engine).referenced == 0
 
 
 def test_a_shared_prefix_is_waited_for_and_those_behind_go_first() -> None:
@@ -137,6 +165,7 @@ def test_a_shared_prefix_is_waited_for_and_those_behind_go_first() -> None:
     # The third fills the last step of the first; the second has one token left to compute.
     assert lengths(engine) == [[8], [8], [1, 1, 2]]
     assert second.deltas[0].num_cached_tokens == 16
+    assert counted(engine).requests == 3  # looking again is no query
 
 
 def test_two_engines_compute_a_shared_prefix_once() -> None:
@@ -185,6 +214,29 @@ def test_the_wait_for_others_has_an_end() -> None:
     assert asked.is_answered()
 
 
+def test_who_is_preempted_may_wait_for_others_again() -> None:
+    manager = Manager(40)
+    limits = Limits(max_tokens_per_step=8, max_wait_pending_s=3.0)
+    one, two = LocalEngine(manager, limits, b"one"), LocalEngine(manager, limits, b"two")
+    first = one.ask(T(12), max_tokens=1)
+    one.turn()
+    asked = two.ask(T(12), max_tokens=9)
+    two.turn()
+    assert two.waiting
+    one.run()
+    two.turn(6)
+    two.clock_s = 4.0
+    manager.sequences.reset(force=True)  # else it would find all of it
+    two.scheduler._preempt(two.running[0])
+    again = one.ask([*asked.request.tokens, 1], max_tokens=1)
+    one.turn()
+    two.turn()
+    assert two.waiting and not two.running
+    one.run()
+    two.run()
+    assert first.is_answered() and asked.is_answered() and again.is_answered()
+
+
 def test_an_engine_that_was_slower_lets_its_sequence_go() -> None:
     """Between Lookup and Allocate the other one has begun."""
     manager = Manager(40)
@@ -192,14 +244,14 @@ def test_an_engine_that_was_slower_lets_its_sequence_go() -> None:
     asked = two.ask(T(20), max_tokens=2)
     lookup = two.cache.lookup
 
-    def overtaken(tokens: list[int]) -> object:
+    def overtaken(tokens: list[int]) -> LookupResult:
         result = lookup(tokens)
         if not one.running:
             one.ask(T(20), max_tokens=2)
             one.turn()
         return result
 
-    two.cache.lookup = overtaken  # type: ignore[method-assign, assignment]
+    two.cache.lookup = overtaken  # type: ignore[method-assign]
     two.turn()
     assert two.waiting and not two.running
     one.run()
@@ -210,16 +262,118 @@ def test_an_engine_that_was_slower_lets_its_sequence_go() -> None:
     )  # all of the prompt is cached, and its last token asked for
 
 
+def test_room_that_another_engine_took_is_waited_for() -> None:
+    """Between Lookup and Allocate."""
+    manager = Manager(6)
+    one, two = LocalEngine(manager, owner=b"one"), LocalEngine(manager, owner=b"two")
+    asked = two.ask(T(9), max_tokens=2)
+    lookup = two.cache.lookup
+
+    def overtaken(tokens: list[int]) -> LookupResult:
+        result = lookup(tokens)
+        if not one.running:
+            one.ask(A(16), max_tokens=2)
+            one.turn()
+        return result
+
+    two.cache.lookup = overtaken  # type: ignore[method-assign]
+    two.turn()
+    assert two.waiting and not two.running
+    two.cache.lookup = lookup  # type: ignore[method-assign]
+    one.run()
+    two.run()
+    assert asked.is_answered()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        QuotaExceededError(needed=3, held=2, allowed=4),
+        TooManySequencesError(5),
+        DrainingError(),
+    ],
+)
+def test_a_refusal_that_may_pass_is_waited_out(error: PrefixCacheError) -> None:
+    engine = LocalEngine(Manager(20))
+    asked = engine.ask(T(9), max_tokens=2)
+    sequence = engine.cache.sequence
+    engine.cache.sequence = refusing(error)  # type: ignore[method-assign]
+    engine.turn(3)
+    assert engine.waiting and not asked.deltas
+    engine.cache.sequence = sequence  # type: ignore[method-assign]
+    engine.run()
+    assert asked.is_answered()
+    assert engine.engine.counters.restarts == 0
+
+
+def test_a_quota_that_is_too_small_for_the_prompt_is_an_error() -> None:
+    engine = LocalEngine(Manager(20))
+    asked = engine.ask(T(9))
+    engine.cache.sequence = refusing(QuotaExceededError(3, 0, 2))  # type: ignore[method-assign]
+    engine.run()
+    assert isinstance(asked.deltas[0].error, QuotaExceededError)
+
+
+def test_choices_that_may_not_be_forked_are_computed_one_by_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(LocalSequence, "fork", refusing(TooManySequencesError(5)))
+    engine = LocalEngine(Manager(20))
+    asked = engine.ask(T(9), max_tokens=3, num_choices=3)
+    engine.run()
+    assert asked.is_answered()
+    assert engine.engine.counters.restarts == 0
+
+
+def test_what_could_not_be_freed_is_freed_later() -> None:
+    engine = LocalEngine(Manager(20))
+    asked = engine.ask(T(9), max_tokens=2)
+    engine.turn(3)
+    assert asked.is_answered()
+    free = engine.cache.free
+    engine.cache.free = refusing(UnavailableError("gone"))  # type: ignore[method-assign]
+    engine.turn(2)
+    engine.cache.free = free  # type: ignore[method-assign]
+    assert counted(engine).referenced > 0 and not engine.scheduler.is_idle
+    engine.run()
+    assert counted(engine).referenced == 0
+
+
+def refusing(error: Exception) -> Callable[..., Any]:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise error
+
+    return refuse
+
+
+def test_an_end_token_ends_the_answer_and_is_no_part_of_it() -> None:
+    tokens = answer_to(T(5), 20)
+    engine = LocalEngine(Manager(20), end_tokens=[tokens[6]])
+    asked = engine.ask(T(5), max_tokens=20)
+    engine.run()
+    assert asked.text() == spell(tokens[: tokens.index(tokens[6])])
+    assert asked.ends() == ["stop"]
+
+
+def test_what_a_stop_text_might_have_begun_with_is_part_of_an_answer_that_ends() -> None:
+    tokens = answer_to(T(5), 6)
+    engine = LocalEngine(Manager(20))
+    stop = spell(tokens[-2:]) + "never"
+    asked = engine.ask(T(5), max_tokens=6, stop=(stop,))
+    engine.run()
+    assert asked.is_answered()
+
+
 def test_one_whose_caller_is_gone_is_freed() -> None:
     manager = Manager(20)
     engine = LocalEngine(manager)
     running, waiting = engine.ask(T(30)), engine.ask(T(20))
     engine.turn(2)
-    assert manager.sequences.stats().referenced > 0 and engine.waiting
+    assert counted(engine).referenced > 0 and engine.waiting
     running.drop()
     waiting.drop()
     engine.turn()
-    assert manager.sequences.stats().referenced == 0
+    assert counted(engine).referenced == 0
     assert engine.scheduler.is_idle and not running.deltas and not waiting.deltas
 
 
@@ -229,7 +383,7 @@ def test_choices_share_the_prompt() -> None:
     asked = engine.ask(T(10), max_tokens=4, num_choices=3)
     engine.turn()
     # Two full blocks and a part of one, not three times three.
-    assert manager.sequences.stats().referenced == 3
+    assert counted(engine).referenced == 3
     engine.run()
     assert asked.is_answered()
     assert lengths(engine) == [[10], [1, 1, 1], [1, 1, 1], [1, 1, 1]]
@@ -270,4 +424,4 @@ def test_a_lost_session_changes_no_answer() -> None:
     engine.run()
     assert all(one.is_answered() for one in asked)
     assert engine.engine.counters.restarts > 0
-    assert manager.sequences.stats().referenced == 0
+    assert counted(engine).referenced == 0
