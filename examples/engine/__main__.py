@@ -6,6 +6,7 @@ import argparse
 import logging
 import os
 import socket
+from contextlib import closing
 from pathlib import Path
 
 import torch
@@ -17,7 +18,6 @@ from examples.engine.openai_form import ServedModel
 from examples.engine.runner import TransformersRunner, TransformersTokenizer, end_tokens, load
 from examples.engine.scheduler import Limits, Scheduler
 from prefixcache import Client
-from prefixcache.integrations.transformers import CachedModel
 
 
 def main() -> None:
@@ -25,13 +25,16 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     torch.set_num_threads(arguments.threads)
     model, tokenizer = load(arguments.model)
-    with Client(arguments.target, client_name=f"engine {os.getpid()}") as client:
+    with (
+        Client(arguments.target, client_name=f"engine {os.getpid()}") as client,
+        closing(TransformersRunner(model, client, attached=not arguments.rpc)) as runner,
+    ):
         info = client.server_info()
         text = TransformersTokenizer(tokenizer)
         limits = Limits(arguments.step_tokens, arguments.max_running, arguments.wait_pending)
         engine = Engine(
             Scheduler(client, limits),
-            TransformersRunner(CachedModel(model, client)),
+            runner,
             text.decode,
             end_tokens(model),
         )
@@ -62,6 +65,11 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--model", required=True, help="folder, or name at the hub")
     parser.add_argument("--model-name", help="how callers name it; the folder's name if left out")
     parser.add_argument("--target", required=True, help="the daemon: unix:PATH or HOST:PORT")
+    parser.add_argument(
+        "--rpc",
+        action="store_true",
+        help="let the daemon attend, for one that is not on a Unix socket of this host",
+    )
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000, help="0 takes a free one")
     parser.add_argument("--threads", type=int, default=1, help="of the model")

@@ -16,17 +16,36 @@ from transformers import (
 from transformers.utils import logging
 
 from examples.engine.scheduler import Chunk
+from prefixcache import Client, attach
+from prefixcache.attached.pool_view import PoolView
 from prefixcache.integrations.transformers import CachedModel, Row
 
 
-@dataclass(frozen=True, slots=True)
 class TransformersRunner:
-    """A `Runner`."""
+    """A `Runner`. attached: K/V are written and attended over here, in the daemon's pool mapped;
+    else the daemon does so, and tensors travel.
+    """
 
-    model: CachedModel
+    def __init__(self, model: PreTrainedModel, client: Client, *, attached: bool) -> None:
+        self._plain_model = model
+        self._client = client
+        self._view = attach(client) if attached else None
+        self._model = CachedModel(model, client, view=self._view)
 
     def forward(self, chunks: Sequence[Chunk]) -> torch.Tensor:
-        return self.model.forward([Row(chunk.sequence, chunk.token_ids) for chunk in chunks])
+        if self._view is not None and not self._view.is_valid:
+            self._attach_again(self._view)
+        return self._model.forward([Row(chunk.sequence, chunk.token_ids) for chunk in chunks])
+
+    def _attach_again(self, view: PoolView) -> None:
+        """The view was of a session that is lost."""
+        view.close()
+        self._view = attach(self._client)
+        self._model = CachedModel(self._plain_model, self._client, view=self._view)
+
+    def close(self) -> None:
+        if self._view is not None:
+            self._view.close()
 
 
 @dataclass(frozen=True, slots=True)

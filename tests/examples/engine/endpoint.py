@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPResponse
 from pathlib import Path
@@ -15,13 +15,14 @@ import uvicorn
 
 from examples.engine.__main__ import listen
 from examples.engine.app import make_app
-from examples.engine.loop import Engine, Runner
+from examples.engine.loop import Engine
 from examples.engine.openai_form import ServedModel
 from examples.engine.runner import TransformersRunner, TransformersTokenizer, end_tokens, load
 from examples.engine.scheduler import Limits, Scheduler
 from prefixcache.client import Client
-from prefixcache.integrations.transformers import CachedModel, kv_layout
+from prefixcache.integrations.transformers import kv_layout
 from prefixcache.server.daemon import CacheOptions, ModelOptions
+from prefixcache.types import PoolAccess
 from tests.support.daemon import RunningDaemon, running_daemon
 
 BLOCK_SIZE = 4
@@ -84,24 +85,22 @@ class Endpoint:
 @contextmanager
 def daemon_for(folder: Path, num_blocks: int = 200) -> Iterator[RunningDaemon]:
     layout = kv_layout(load(str(folder))[0], BLOCK_SIZE)
-    with running_daemon(CacheOptions(num_blocks, BLOCK_SIZE), ModelOptions(layout)) as running:
+    cache = CacheOptions(num_blocks, BLOCK_SIZE)
+    with running_daemon(cache, ModelOptions(layout), attach=PoolAccess.WRITE) as running:
         yield running
 
 
 @contextmanager
-def served(
-    folder: Path, target: str, limits: Limits | None = None, *, runner: type[Runner] | None = None
-) -> Iterator[Endpoint]:
+def served(folder: Path, target: str, limits: Limits | None = None) -> Iterator[Endpoint]:
     """An engine on that daemon, in this process."""
     model, tokenizer = load(str(folder))
     text = TransformersTokenizer(tokenizer)
-    with Client(target) as client:
-        engine = Engine(
-            Scheduler(client, limits or Limits(max_tokens_per_step=16, max_running=8)),
-            TransformersRunner(CachedModel(model, client)),
-            text.decode,
-            end_tokens(model),
-        )
+    limits = limits or Limits(max_tokens_per_step=16, max_running=8)
+    with (
+        Client(target) as client,
+        closing(TransformersRunner(model, client, attached=True)) as runner,
+    ):
+        engine = Engine(Scheduler(client, limits), runner, text.decode, end_tokens(model))
         config = model.config
         served_model = ServedModel(
             MODEL_NAME, text, config.max_position_embeddings, config.vocab_size

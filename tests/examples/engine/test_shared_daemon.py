@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ from examples.engine.request import Caller, Delta, Question, Request
 from examples.engine.runner import TransformersRunner, TransformersTokenizer, load
 from examples.engine.scheduler import Limits, Scheduler
 from prefixcache.client import Client
-from prefixcache.integrations.transformers import CachedModel
 from tests.examples.engine import tiny_model
 from tests.examples.engine.endpoint import BLOCK_SIZE, daemon_for
 from tests.examples.engine.tiny_model import plain_tokens
@@ -29,11 +28,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model.save(tmp_path_factory.mktemp("tiny"))
 
 
+@pytest.fixture(params=[True, False], ids=["attached", "rpc"])
+def attached(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param)
+
+
 @contextmanager
-def running_engine(folder: Path, target: str, limits: Limits) -> Iterator[Engine]:
+def running_engine(folder: Path, target: str, attached: bool, limits: Limits) -> Iterator[Engine]:
     model, tokenizer = load(str(folder))
-    with Client(target) as client:
-        runner = TransformersRunner(CachedModel(model, client))
+    with (
+        Client(target) as client,
+        closing(TransformersRunner(model, client, attached=attached)) as runner,
+    ):
         text = TransformersTokenizer(tokenizer)
         # Without a token that ends: all answers are equally long.
         engine = Engine(Scheduler(client, limits), runner, text.decode, end_tokens=())
@@ -94,12 +100,13 @@ def num_unique(tokens: Sequence[Sequence[int]]) -> int:
     return count
 
 
-def test_each_prefix_is_computed_once(folder: Path) -> None:
+def test_each_prefix_is_computed_once(folder: Path, attached: bool) -> None:
     asked = prompts(num_prefixes=3, num_each=8)
     with daemon_for(folder, num_blocks=600) as running, ExitStack() as stack:
         limits = Limits(max_tokens_per_step=12, max_running=4)
         engines = [
-            stack.enter_context(running_engine(folder, running.target, limits)) for _ in range(4)
+            stack.enter_context(running_engine(folder, running.target, attached, limits))
+            for _ in range(4)
         ]
         questions = [
             Asked(engines[number % 4], prompt, max_tokens=3) for number, prompt in enumerate(asked)
@@ -111,13 +118,14 @@ def test_each_prefix_is_computed_once(folder: Path) -> None:
     assert computed == num_unique(asked) < len(asked) * len(asked[0]) / 3
 
 
-def test_answers_are_right_on_a_pool_that_is_too_small(folder: Path) -> None:
+def test_answers_are_right_on_a_pool_that_is_too_small(folder: Path, attached: bool) -> None:
     """Chunks of a few tokens, and preemption in all engines."""
     asked = prompts(num_prefixes=2, num_each=6)
     with daemon_for(folder, num_blocks=40) as running, ExitStack() as stack:
         limits = Limits(max_tokens_per_step=7, max_running=4)
         engines = [
-            stack.enter_context(running_engine(folder, running.target, limits)) for _ in range(2)
+            stack.enter_context(running_engine(folder, running.target, attached, limits))
+            for _ in range(2)
         ]
         questions = [Asked(engines[n % 2], prompt) for n, prompt in enumerate(asked)]
         for question in questions:
@@ -127,14 +135,16 @@ def test_answers_are_right_on_a_pool_that_is_too_small(folder: Path) -> None:
             assert client.stats().num_blocks == 40
 
 
-def test_a_restart_of_the_daemon_changes_no_answer(folder: Path, tmp_path: Path) -> None:
+def test_a_restart_of_the_daemon_changes_no_answer(
+    folder: Path, tmp_path: Path, attached: bool
+) -> None:
     options: list[Any] = ["--model-config", folder / "config.json", "--dtype", "float32"]
     options += ["--num-blocks", "100", "--block-size", str(BLOCK_SIZE)]
     limits = Limits(max_tokens_per_step=8, max_running=4)
     with ExitStack() as stack:
         with serving(tmp_path, *map(str, options)) as daemon:
             target = daemon.addresses[0]
-            engine = stack.enter_context(running_engine(folder, target, limits))
+            engine = stack.enter_context(running_engine(folder, target, attached, limits))
             first = [Asked(engine, prompt, max_tokens=150) for prompt in prompts(1, 2)]
             assert all(asked.has_some.wait(60) for asked in first)
         # It was killed.
