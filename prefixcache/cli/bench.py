@@ -195,6 +195,23 @@ def access(rounds: NumRounds = None, quick: Quick = False, as_json: AsJson = Fal
 
 
 @app.command()
+def tensors(rounds: NumRounds = None, quick: Quick = False, as_json: AsJson = False) -> None:
+    """Measure how tensors get to the daemon, by reference and in messages, beside memcpy."""
+    from prefixcache.server.lifecycle import prepare_torch
+
+    prepare_torch(None)
+    from prefixcache.bench.measure import Rounds
+    from prefixcache.bench.tensors import TensorSettings, bench_tensors, quick_settings
+
+    settings = quick_settings() if quick else TensorSettings()
+    if rounds is not None:
+        settings = replace(settings, rounds=Rounds.exactly(rounds))
+    with _progress() as show:
+        report = bench_tensors(settings, show)
+    _print(report, as_json)
+
+
+@app.command()
 def attention(
     tune: Annotated[
         bool,

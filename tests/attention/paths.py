@@ -7,15 +7,13 @@ from functools import partial
 
 import torch
 
-from prefixcache.attention.batch import AttentionBatch
 from prefixcache.attention.decode import decode, decode_in_torch
 from prefixcache.attention.device import native_forms
 from prefixcache.attention.native_attention import native_attention
 from prefixcache.attention.prefill import prefill, prefill_in_torch
-from prefixcache.storage.kv_cache import KVCache
-from prefixcache.types import AttentionOptions
 
-Launcher = Callable[[torch.Tensor, KVCache, AttentionBatch, AttentionOptions], torch.Tensor]
+Launcher = Callable[..., torch.Tensor]
+"""Arguments and result as of `decode`."""
 
 NATIVE: dict[str, Launcher] = {
     form: partial(native_attention, form=form) for form in native_forms()

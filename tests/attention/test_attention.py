@@ -17,6 +17,7 @@ from prefixcache.attention.batch import make_batch
 from prefixcache.attention.decode import decode
 from prefixcache.attention.prefill import prefill
 from prefixcache.attention.reference.attention import attention
+from prefixcache.errors import InvalidArgumentError
 from prefixcache.storage.kv_cache import KVCache
 from prefixcache.types import AttentionOptions
 from tests.attention.paged_cases import DTYPES, PagedCase, make_case, make_latent_case
@@ -66,6 +67,30 @@ def test_any_batch_equals_float64_with_nan_in_every_unused_slot(
         out = run(launch, case)
         assert out.dtype == case.q.dtype
         assert_close(out, exact)
+
+
+@each
+@pytest.mark.parametrize("queries", [QUERIES, [0, 0], [40, 1]])
+def test_the_output_can_go_into_memory_that_is_there(launch: Launcher, queries: list[int]) -> None:
+    case = make_case(CONTEXTS[: len(queries)], queries)
+    wanted = run(launch, case)
+    # Not at the start of an allocation, as a place in shared memory.
+    memory = torch.full((wanted.numel() + 6,), float("nan"), dtype=wanted.dtype)
+    place = memory[3:-3].view(wanted.shape)
+    assert launch(case.q, case.cache, case.batch, case.options, out=place) is place
+    assert torch.equal(place, wanted)
+    assert memory[:3].isnan().all()
+    assert memory[-3:].isnan().all()
+
+
+@each
+def test_an_output_of_another_kind_is_refused(launch: Launcher) -> None:
+    case = make_case([0], [5])
+    right = run(launch, case)
+    for wrong in (right[1:], right.double(), right.transpose(0, 1).contiguous().transpose(0, 1)):
+        with pytest.raises(InvalidArgumentError) as refused:
+            launch(case.q, case.cache, case.batch, case.options, out=wrong)
+        assert refused.value.field == "out"
 
 
 SLOPES, SINKS = (0.5, 0.0, 0.03, -0.2), (0.5, -30.0, 3.0, 0.0)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+import os
 import random
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from google.protobuf.message import Message
 
 from prefixcache.core.sequence import Sequence
@@ -14,12 +17,14 @@ from prefixcache.core.sessions import owner_key
 from prefixcache.rpc._pb import admin_pb2, attention_pb2, cache_pb2, session_pb2
 from prefixcache.server.daemon import Daemon
 from prefixcache.storage.layout import KVLayout
+from prefixcache.storage.shared_memory import create_shared_memory, map_shared_memory
 from tests.chaos.handler_calls import METHODS
 
 OWNERS = tuple(bytes([number]) * 16 for number in (1, 2))
 LAYOUT = KVLayout(2, 1, 4, 4, "float32")
 """Also of the tensors for a daemon that takes none."""
 _MAX_PROMPT = 14
+_ARENA_BYTES = 2**20
 
 
 class ValidRequests:
@@ -32,6 +37,7 @@ class ValidRequests:
         self._daemon = daemon
         self._rng = rng
         self._tenant = tenant
+        self._arena = _new_arena(daemon, tenant)
         self._session_ids: list[bytes] = []
         self._last_number = 0
         self._makers: dict[str, Callable[[], Message]] = {
@@ -266,8 +272,26 @@ class ValidRequests:
                     data_type=attention_pb2.DATA_TYPE_FLOAT32, shape=shape, data=data.tobytes()
                 )
             )
+        if self._arena is not None and rng.random() < 0.5:
+            self._put_in_arena(request)
         self._ordered(request.batch)
         return request
+
+    def _put_in_arena(self, request: Any) -> None:
+        """Some of its tensors, and its output."""
+        arena_id, memory = self._arena
+        offset = 0
+        for operand in ("q", "k", "v"):
+            tensor = getattr(request, operand)
+            if self._rng.random() < 0.8:
+                data = np.frombuffer(tensor.data, np.uint8)
+                memory[offset : offset + len(data)] = data
+                tensor.ClearField("data")
+                tensor.arena.MergeFrom(_span(arena_id, offset, len(data)))
+                offset += len(data)
+        if self._rng.random() < 0.8:
+            num_bytes = 4 * math.prod(request.q.shape)
+            request.out.MergeFrom(_span(arena_id, offset, num_bytes))
 
     def _layout(self) -> Any:
         return self._daemon.engine.memory.layout if self._daemon.engine else LAYOUT
@@ -282,3 +306,19 @@ class ValidRequests:
             request.order.number = self._last_number
             request.order.settled = self._last_number - 1
         return request
+
+
+def _new_arena(daemon: Daemon, tenant: str) -> tuple[int, npt.NDArray[np.uint8]] | None:
+    """One of the tenant's, by its number; None for a daemon that takes none."""
+    if not daemon.arenas.max_bytes:
+        return None
+    fd = create_shared_memory("arena-of-a-test", _ARENA_BYTES)
+    try:
+        memory = map_shared_memory(fd, _ARENA_BYTES, writable=True)
+        return daemon.arenas.add(fd, tenant), np.frombuffer(memoryview(memory), np.uint8)
+    finally:
+        os.close(fd)
+
+
+def _span(arena_id: int, offset: int, num_bytes: int) -> attention_pb2.ArenaSpan:
+    return attention_pb2.ArenaSpan(arena_id=arena_id, offset=offset, num_bytes=num_bytes)
