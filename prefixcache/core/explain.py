@@ -61,13 +61,13 @@ class Explainer:
     ) -> Explanation:
         """plan: of this prompt, made now."""
         found = self._finding(prompt, plan, full_hit, cache_use)
-        has_hash = prompt.chain is not None and len(plan.hits) < len(prompt.chain.hashes)
+        hashes = prompt.chain.hashes[len(plan.hits) :] if prompt.chain is not None else ()
         return Explanation(
             num_cached_tokens=plan.num_cached_tokens,
             num_cached_blocks=len(plan.hits),
             num_pending_tokens=plan.num_pending_tokens,
             reason=found.reason,
-            block_hash=prompt.chain.hashes[len(plan.hits)] if prompt.chain and has_hash else b"",
+            block_hash=hashes[0] if hashes else b"",
             age_s=found.age_s,
             first_different_token=found.first_different_token,
             key_differences=found.key_differences,

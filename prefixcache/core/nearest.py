@@ -9,8 +9,9 @@ cached block is alive. Looks and changes nothing; guarded by the core's lock.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -23,11 +24,11 @@ from prefixcache.core.hashing import Hasher
 from prefixcache.core.live import LiveSequences
 from prefixcache.core.pool import Pool
 from prefixcache.core.recent_keys import RecentKeys
-from prefixcache.core.sequence import Prompt
+from prefixcache.core.sequence import Prompt, Sequence
 from prefixcache.types import BlockHash, BlockIds, ExtraKeys, TokenIds
 
-MAX_CHILDREN = 2**16
-"""Cached blocks after the same one of which the tokens are compared."""
+MAX_CHILDREN = 2**14
+"""Cached blocks after the same one of which the tokens are compared: some ms under the lock."""
 MAX_SEQUENCES = 4096
 """Live sequences that are looked at, the newest ones."""
 
@@ -92,20 +93,8 @@ class NearestBlocks:
 
     def _in_store(self, missed: MissedBlock) -> NearBlock | None:
         blocks = self._pool.children_of(missed.parent, MAX_CHILDREN)
-        if not len(blocks):
-            return None
-        num_equal = _num_equal(self._pool.tokens_of(blocks), missed.token_ids)
-        own_keys = missed.encoded_keys()
-        best: NearBlock | None = None
-        for at in np.argsort(-num_equal, kind="stable").tolist():
-            near = NearBlock(int(num_equal[at]), self._pool.keys_of(int(blocks[at])))
-            if best is not None and near.num_equal < best.num_equal:
-                break
-            if missed.parent is None and _tenant(near.extra_keys) != _tenant(own_keys):
-                continue
-            if best is None or near.extra_keys == own_keys:
-                best = near
-        return best
+        rows = self._pool.tokens_of(blocks)
+        return _nearest(missed, rows, lambda row: self._pool.keys_of(int(blocks[row])))
 
     def _under_other_keys(self, missed: MissedBlock) -> NearBlock | None:
         index, size = missed.index, len(missed.token_ids)
@@ -117,32 +106,46 @@ class NearestBlocks:
         return None
 
     def _in_live_sequences(self, missed: MissedBlock) -> NearBlock | None:
-        own_keys = missed.encoded_keys()
-        best: NearBlock | None = None
-        for near in self._live_blocks(missed):
-            if best is None or _rank(near, own_keys) > _rank(best, own_keys):
-                best = near
-        return best
-
-    def _live_blocks(self, missed: MissedBlock) -> Iterator[NearBlock]:
-        """Cached blocks of live sequences, in the place of the missed one."""
         index, size = missed.index, len(missed.token_ids)
+        found = [sequence for sequence in self._newest() if self._is_like(sequence, missed)]
+        tokens = [sequence.token_ids[index * size : (index + 1) * size] for sequence in found]
+        rows = np.frombuffer(b"".join(tokens), dtype=np.uint32).reshape(-1, size)
+        return _nearest(missed, rows, lambda row: _encoded_keys(found[row].extra_keys, index, size))
+
+    def _newest(self) -> Iterator[Sequence]:
+        return islice(reversed(self._live.by_id.values()), MAX_SEQUENCES)
+
+    def _is_like(self, sequence: Sequence, missed: MissedBlock) -> bool:
+        """Whether it has a cached block in the missed one's place, after the same block."""
+        if sequence.num_cached_blocks <= missed.index:
+            return False
         width = self._pool.digest_bytes
-        tenant = _tenant(missed.encoded_keys())
-        for sequence in islice(reversed(self._live.by_id.values()), MAX_SEQUENCES):
-            if sequence.num_cached_blocks <= index:
-                continue
-            before = bytes(sequence.hashes[(index - 1) * width : index * width])
-            if index and before != missed.parent_hash:
-                continue
-            keys = _encoded_keys(sequence.extra_keys, index, size)
-            if index or _tenant(keys) == tenant:
-                tokens = sequence.tokens(index * size, (index + 1) * size)
-                yield NearBlock(int(_num_equal(tokens[None], missed.token_ids)[0]), keys)
+        before = sequence.hashes[(missed.index - 1) * width : missed.index * width]
+        return not missed.index or bytes(before) == missed.parent_hash
 
 
-def _rank(near: NearBlock, own_keys: bytes) -> tuple[int, bool]:
-    return near.num_equal, near.extra_keys == own_keys
+def _nearest(
+    missed: MissedBlock, rows: npt.NDArray[np.uint32], keys_of: Callable[[int], bytes]
+) -> NearBlock | None:
+    """Of blocks with these tokens, `[n, B]`, that follow the same block as the missed one.
+
+    keys_of: the encoded extra keys of a row. First blocks of another tenant are passed over.
+    """
+    num_equal = _num_equal(rows, missed.token_ids)
+    own_keys = missed.encoded_keys()
+    own_tenant, tenant_of = _tenant(own_keys), cache(_tenant)
+    best: NearBlock | None = None
+    order = np.argsort(-num_equal, kind="stable")
+    for row, equal in zip(order.tolist(), num_equal[order].tolist(), strict=True):
+        if best is not None and equal < best.num_equal:
+            break
+        keys = keys_of(row)
+        if missed.index == 0 and tenant_of(keys) != own_tenant:
+            continue
+        if keys == own_keys:
+            return NearBlock(equal, keys)
+        best = best or NearBlock(equal, keys)
+    return best
 
 
 def _num_equal(rows: npt.NDArray[np.uint32], token_ids: TokenIds) -> npt.NDArray[np.int64]:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import random
+from collections import Counter
 from typing import Any
 
 import numpy as np
 import pytest
 
+from prefixcache.core.events import MIN_BUFFER_BYTES, Change, EventLog, Removed, Stored
 from prefixcache.core.extra_keys import in_namespace
 from prefixcache.core.hashing import HASH_ALGORITHMS, HashAlgorithm
 from prefixcache.core.recent_keys import MAX_RECENT
@@ -27,6 +30,7 @@ from prefixcache.types import (
 )
 from tests.core.manager import Manager, T, U, image
 from tests.support.invariants import snapshot
+from tests.support.mirror import split
 
 ADAPTER = ExtraKeys(lora=Lora("adapter", "v2"))
 SALTED = ExtraKeys(cache_salt="a secret")
@@ -435,3 +439,74 @@ def test_a_pool_of_one_block_is_explained() -> None:
     manager.fill(T(4))
     manager.fill(U(4))
     assert reason(manager, T(5)) is MissReason.EVICTED
+
+
+class History:
+    """What has happened to each hash since the last reset, from the pool's events."""
+
+    def __init__(self, log: EventLog) -> None:
+        self._log = log
+        self._next_number = 0
+        self.cached: set[bytes] = set()
+        self.evicted: set[bytes] = set()
+        self.dropped: set[bytes] = set()
+
+    def follow(self) -> None:
+        while events := self._log.read(self._next_number):
+            for event in events:
+                self._apply(event.change)
+            self._next_number = events[-1].number + 1
+
+    def _apply(self, change: Change) -> None:
+        match change:
+            case Stored(hashes):
+                self.cached.update(split(hashes, 32))
+            case Removed(hashes):
+                self.cached.difference_update(split(hashes, 32))
+                self.evicted.update(split(hashes, 32))
+            case _:
+                self.dropped, self.cached, self.evicted = self.cached, set(), set()
+
+    def may_be(self, found: Explanation) -> bool:
+        """Whether the reason is true, of a prompt without live sequences that have it."""
+        missed, was_evicted = found.block_hash, found.block_hash in self.evicted
+        match found.reason:
+            case MissReason.LEFT_TO_COMPUTE | MissReason.NOT_FULL:
+                return not missed or missed in self.cached
+            case MissReason.EVICTED:
+                return was_evicted and missed not in self.cached
+            case MissReason.RESET:
+                return missed in self.dropped - self.cached
+            case MissReason.NEVER_CACHED:
+                return not was_evicted and missed not in self.cached | self.dropped
+            case MissReason.DIVERGED | MissReason.UNKNOWN:
+                return missed not in self.cached | self.dropped
+        return False
+
+
+@pytest.mark.parametrize("verify_hits", [False, True])
+@pytest.mark.parametrize("seed", range(6))
+def test_what_is_said_of_the_past_is_true(seed: int, verify_hits: bool) -> None:
+    rng = random.Random(seed)
+    log = EventLog(MIN_BUFFER_BYTES)
+    manager = Manager(24, 2, verify_hits=verify_hits, events=log)
+    history, seen = History(log), Counter[MissReason]()
+    all_keys = (NO_EXTRA_KEYS, NO_EXTRA_KEYS, ADAPTER, SALTED)
+
+    def prompt() -> tuple[list[int], ExtraKeys]:
+        length = rng.randint(1, 12)
+        return [rng.choice((1, 1, 1, 2)) for _ in range(length)], rng.choice(all_keys)
+
+    for _ in range(300):
+        manager.clock_s += 1
+        if rng.random() < 0.02:
+            manager.sequences.reset(force=False)
+        else:
+            manager.fill(*prompt())
+        history.follow()
+        for _ in range(3):
+            found = explain(manager, *prompt())
+            assert history.may_be(found), found
+            seen[found.reason] += 1
+    needed = {MissReason.EVICTED, MissReason.RESET, MissReason.DIVERGED, MissReason.NEVER_CACHED}
+    assert needed <= seen.keys()
