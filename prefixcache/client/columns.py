@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from array import array
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import chain
 from typing import Any
 
@@ -55,9 +56,11 @@ def uint32_rows(rows: Sequence[Any], field: str) -> tuple[TokenIds, list[int]]:
     kinds = set(map(type, rows))
     if kinds <= _LISTS:
         return _from_ints(list(chain.from_iterable(rows)), field), list(map(len, rows))
-    # Of several dtypes numpy might make one of floats.
-    if kinds == {np.ndarray} and {(row.dtype, row.ndim) for row in rows} == {(rows[0].dtype, 1)}:
-        return uint32_column(np.concatenate(rows), field), list(map(len, rows))
+    if kinds == {np.ndarray}:
+        # Of several dtypes numpy might make one of floats.
+        with suppress(TypeError, ValueError):
+            joined = np.concatenate(rows, dtype=rows[0].dtype, casting="no")
+            return uint32_column(joined, field), list(map(len, rows))
     columns = [uint32_column(row, field) for row in rows]
     return np.concatenate(columns), list(map(len, columns))
 

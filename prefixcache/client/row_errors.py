@@ -17,7 +17,7 @@ from prefixcache.errors import (
     SequenceNotFoundError,
     WrongPositionError,
 )
-from prefixcache.rpc.wire import read_column32
+from prefixcache.rpc.wire import column32, read_column32
 from prefixcache.types import ResultCode
 
 ROW_ERRORS: dict[ResultCode, tuple[type[PrefixCacheError], str]] = {
@@ -41,10 +41,14 @@ ROW_ERRORS: dict[ResultCode, tuple[type[PrefixCacheError], str]] = {
 
 
 _CODES = {code.value: code for code in ResultCode}
+_OK = column32([ResultCode.OK])
 
 
 def result_codes(column: bytes) -> list[ResultCode]:
     """The codes of a reply. Raises InternalError for one that this version does not know."""
+    num_rows = len(column) // len(_OK)
+    if column == _OK * num_rows:
+        return [ResultCode.OK] * num_rows
     try:
         return [_CODES[code] for code in read_column32(column).tolist()]
     except KeyError as error:

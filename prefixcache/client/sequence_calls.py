@@ -273,7 +273,10 @@ def gone(states: States) -> list[ResultCode]:
 
 
 def _append_results(reply: Any) -> list[AppendResult]:
-    codes = result_codes(reply.result_codes)
+    # Most rows bring neither blocks nor copies; those of a code are one and the same result.
+    results = [_WITHOUT_BLOCKS[code] for code in result_codes(reply.result_codes)]
+    if not reply.new_block_ids and not reply.copy_sources:
+        return results
     num_new, num_copies = (
         read_column32(column).tolist() for column in (reply.num_new_blocks, reply.num_copies)
     )
@@ -282,11 +285,10 @@ def _append_results(reply: Any) -> list[AppendResult]:
     copies = _take_from(
         list(map(BlockCopy, sources, read_column32(reply.copy_destinations).tolist()))
     )
-    # Most rows bring neither blocks nor copies; those of a code are one and the same result.
-    return [
-        AppendResult(code, new_ids(new), copies(copied)) if new or copied else _WITHOUT_BLOCKS[code]
-        for code, new, copied in zip(codes, num_new, num_copies, strict=True)
-    ]
+    for row, (result, new, copied) in enumerate(zip(results, num_new, num_copies, strict=True)):
+        if new or copied:
+            results[row] = AppendResult(result.code, new_ids(new), copies(copied))
+    return results
 
 
 def _take_from(values: list[Any]) -> Callable[[int], tuple[Any, ...]]:

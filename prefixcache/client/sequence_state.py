@@ -80,9 +80,9 @@ class SequenceState:
             self.block_table[self.num_tokens // self.block_size] = copy.destination
         if result.new_block_ids:
             self.block_table.extend(result.new_block_ids)
-        valid = self.num_tokens + num_kv_valid
-        if max(self.computed) > valid:
-            self._cut_computed(valid)
+        # Only in slots that were reserved can there be K/V beyond the tokens.
+        if self.num_lookahead_tokens:
+            self._cut_computed(self.num_tokens + num_kv_valid)
         self.num_tokens += num_tokens
         self.num_lookahead_tokens = num_lookahead_tokens
 
