@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -212,23 +214,31 @@ def test_a_view_of_an_address_has_a_client_of_its_own(served: Served) -> None:
 
 
 def test_a_forked_child_has_neither_the_memory_nor_the_view(served: Served) -> None:
-    client, view = served.attached()
-    own = len(pool_mappings())
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            view.check()
-        except errors.ForkedClientError:
-            code = 0 if not pool_mappings() and not view.is_valid else 2
-        view.close()
-        os._exit(code)
-    _, status = os.waitpid(child, 0)
-    assert os.waitstatus_to_exitcode(status) == 0
-    assert len(pool_mappings()) == own
-    assert view.is_valid
+    # In a process without the threads of a server.
+    program = """
+import os, sys
+from prefixcache import Client, attach, errors
+from tests.attached.test_validity import pool_mappings
+
+client = Client(sys.argv[1])
+view = attach(client)
+own = len(pool_mappings())
+child = os.fork()
+if child == 0:
+    code = 1
+    try:
+        view.check()
+    except errors.ForkedClientError:
+        code = 0 if not pool_mappings() and not view.is_valid else 2
     view.close()
-    assert client.sequence(range(4)).num_tokens == 4
+    os._exit(code)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+assert len(pool_mappings()) == own > 0
+assert view.is_valid
+view.close()
+assert client.sequence(range(4)).num_tokens == 4
+"""
+    subprocess.run([sys.executable, "-c", program, served.running.target], timeout=60, check=True)
 
 
 def test_an_asyncio_client_has_the_same_view(served: Served) -> None:

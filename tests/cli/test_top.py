@@ -350,12 +350,14 @@ def test_the_first_look_fails_as_a_call_does(tmp_path: Path) -> None:
 @pytest.mark.parametrize("no_color", ["", "1"])
 def test_no_color_is_obeyed(running: RunningDaemon, client: Client, no_color: str) -> None:
     """In a terminal: only the codes for its own colours are sent."""
-    process, terminal = pty.fork()
-    if process == 0:
-        environ = {**os.environ, "TERM": "xterm-256color", "NO_COLOR": no_color}
-        environ |= {"COLUMNS": "80", "LINES": "24"}
-        command = [*PROGRAM, "top", "0.2", "--target", running.target]
-        os.execve(command[0], command, environ)
+    environ = {**os.environ, "TERM": "xterm-256color", "NO_COLOR": no_color}
+    environ |= {"COLUMNS": "80", "LINES": "24"}
+    command = [*PROGRAM, "top", "0.2", "--target", running.target]
+    terminal, other_end = pty.openpty()
+    process = subprocess.Popen(
+        command, stdin=other_end, stdout=other_end, stderr=other_end, env=environ
+    )
+    os.close(other_end)
     sent = b""
     try:
         while b"q quit" not in sent:
@@ -365,6 +367,8 @@ def test_no_color_is_obeyed(running: RunningDaemon, client: Client, no_color: st
             sent += part
     except OSError:  # the terminal's other end is closed: it has quit
         pass
-    assert os.waitpid(process, 0)[1] == 0
+    finally:
+        os.close(terminal)
+    assert process.wait(WAIT_S) == 0
     codes = {code for text in re.findall(rb"\x1b\[([\d;]*)m", sent) for code in text.split(b";")}
     assert (codes <= {b"", b"0", b"39", b"49"}) == bool(no_color), codes

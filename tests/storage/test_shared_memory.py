@@ -151,15 +151,20 @@ def test_a_mapping_lives_as_long_as_it_is_referenced() -> None:
 
 
 def test_a_forked_child_has_no_part_of_it(fd: int) -> None:
-    mapped = map_shared_memory(fd, SIZE, writable=True)
-    child = os.fork()
-    if child == 0:
-        is_there = bool(mappings())
-        del mapped  # nothing is unmapped here, where something else may be
-        os._exit(int(is_there))
-    _, status = os.waitpid(child, 0)
-    assert os.waitstatus_to_exitcode(status) == 0
-    assert mapped[0] == 0
+    # In a process without the threads of other tests.
+    program = """
+import os, sys
+from tests.storage.test_shared_memory import SIZE, map_shared_memory, mappings
+mapped = map_shared_memory(int(sys.argv[1]), SIZE, writable=True)
+child = os.fork()
+if child == 0:
+    is_there = bool(mappings())
+    del mapped  # nothing is unmapped here, where something else may be
+    os._exit(int(is_there))
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+assert mapped[0] == 0
+"""
+    subprocess.run([sys.executable, "-c", program, str(fd)], pass_fds=[fd], timeout=60, check=True)
 
 
 def test_a_file_that_cannot_be_made_leaves_no_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
