@@ -30,6 +30,13 @@ COLUMN_WIDTHS: dict[int, int] = {_Field.TYPE_FIXED32: 4, _Field.TYPE_FIXED64: 8}
 """Of a column's elements, in bytes, by their type."""
 
 
+_SAME_BYTES = {
+    column: frozenset({np.dtype(column), np.dtype(column.replace("u", "i"))})
+    for column in ("<u4", "<u8")
+}
+"""Types of arrays whose elements, none of them negative, are those of a column already."""
+
+
 @dataclass(frozen=True, slots=True)
 class Method:
     """One RPC: `path` is `/package.Service/Name`; requests and replies as declared.
@@ -149,6 +156,8 @@ def _packed(typecode: str, values: list[int] | array[int]) -> bytes:
 
 
 def _from_array(dtype: str, values: npt.ArrayLike) -> bytes:
+    if isinstance(values, np.ndarray) and values.dtype in _SAME_BYTES[dtype]:
+        return values.tobytes()
     return np.asarray(values, dtype=dtype).tobytes()
 
 
