@@ -79,6 +79,10 @@ class CachedModel:
             check_view(model, info, view)
         register()
         model.set_attn_implementation(ATTENTION_NAME)
+        if model.config.get_text_config()._attn_implementation != ATTENTION_NAME:
+            raise InvalidArgumentError(
+                "model", f"{type(model).__name__}: attention that goes past AttentionInterface"
+            )
         self._model = model
         self._client = client
         self._view = view

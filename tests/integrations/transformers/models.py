@@ -12,6 +12,7 @@ from transformers import (
     Gemma2Config,
     Gemma3TextConfig,
     GemmaConfig,
+    GPT2Config,
     GptOssConfig,
     LlamaConfig,
     LogitsProcessorList,
@@ -52,6 +53,17 @@ _MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
 
 CONFIGS: dict[str, PreTrainedConfig] = {
     "llama": LlamaConfig(**_SHAPE),
+    # Learned positions, other names in its config, and no groups of query heads.
+    "gpt2": GPT2Config(
+        vocab_size=VOCABULARY,
+        n_embd=64,
+        n_layer=3,
+        n_head=4,
+        n_positions=512,
+        initializer_range=0.3,
+        bos_token_id=None,
+        eos_token_id=None,
+    ),
     "qwen3": Qwen3Config(**_SHAPE),
     "mistral": MistralConfig(**_SHAPE, sliding_window=None),
     "mistral_window": MistralConfig(**_SHAPE, sliding_window=WINDOW),

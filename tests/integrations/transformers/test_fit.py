@@ -11,6 +11,7 @@ from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
+    BloomConfig,
     DeepseekV3Config,
     Gemma3TextConfig,
     Lfm2Config,
@@ -80,6 +81,10 @@ UNFIT = {
         )
     ),
     "not causal": lambda: causal(Gemma3TextConfig(**SHAPE, use_bidirectional_attention=True)),
+    "past AttentionInterface": lambda: causal(
+        # Of the layout that the daemon has: it is refused for its attention alone.
+        BloomConfig(hidden_size=32, n_head=2, n_layer=3, vocab_size=32)
+    ),
     "no causal language model": lambda: AutoModel.from_config(LlamaConfig(**SHAPE)).eval(),
     "encoder and decoder": lambda: AutoModelForSeq2SeqLM.from_config(
         T5Config(vocab_size=32, d_model=32, d_kv=16, d_ff=32, num_layers=2, num_heads=2)
@@ -114,7 +119,9 @@ def test_something_else_than_a_model(client: Client) -> None:
 
 @pytest.mark.parametrize("family", CONFIGS)
 def test_the_layout_of_a_family(family: str) -> None:
-    assert kv_layout(tiny_model(family, torch.bfloat16), 4) == KVLayout(3, 2, 16, 4, "bfloat16")
+    num_kv_heads = 4 if family == "gpt2" else 2
+    layout = kv_layout(tiny_model(family, torch.bfloat16), 4)
+    assert layout == KVLayout(3, num_kv_heads, 16, 4, "bfloat16")
 
 
 def test_a_daemon_of_another_layout_is_refused_with_the_flags_that_fit(client: Client) -> None:
