@@ -15,6 +15,7 @@ from rich.text import Text
 from prefixcache.cli.credentials import MakeCredentials, takes_credentials
 from prefixcache.cli.daemon import DEFAULT_TIMEOUT_S, AsJson, Target, Timeout, connect
 from prefixcache.cli.output import Rows, make_table, print_json, print_rows, to_json
+from prefixcache.sizes import format_size
 
 if TYPE_CHECKING:
     from prefixcache.core.stats import PoolStats, TenantStats
@@ -135,6 +136,7 @@ def make_rows(snapshot: PoolStats, rates: Rates | None = None) -> Rows:
         ("refused", f"{s.allocation_refused:,} allocations, {s.append_refused:,} appends"),
         ("expired", f"{s.expired_sequences:,} sequences, {s.expired_sessions:,} sessions"),
         ("resets", f"{s.resets:,}"),
+        *([("arenas", f"{s.arenas:,}, {format_size(s.arena_bytes)}")] if s.arenas else []),
         *(_tenant_row(tenant) for tenant in s.tenants),
     ]
     if rates is not None:

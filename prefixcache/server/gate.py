@@ -43,6 +43,10 @@ class Gate:
             self.access = AccessControl(rules, tickets)
 
     @property
+    def gives_tickets(self) -> bool:
+        return isinstance(self.access, AccessControl)
+
+    @property
     def tcp_credentials(self) -> grpc.ServerCredentials | None:
         return self._tls.credentials() if self._tls is not None else None
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from prefixcache.address import (
+    MAX_SOCKET_PATH_BYTES,
     Address,
     UnixAddress,
     check_socket_folder,
@@ -306,16 +307,23 @@ def _listen(
         return server.listen(address.target, gate.tcp_credentials)
     claim = _claim(address, "listen", resources)
     if peers.has_handlers:
-        peer_path = peer_socket_path(Path(address.path))
-        _claim(UnixAddress(str(peer_path)), "listen", resources)
-        try:
-            peers.listen(peer_path)
-        except OSError as error:
-            problem = f"no socket can be made at {peer_path}: {error}"
-            raise InvalidArgumentError("--listen", problem) from None
+        _listen_for_peers(gate, peers, peer_socket_path(Path(address.path)), resources)
     bound = server.listen(address.target)
     claim.open_to_group()
     return bound
+
+
+def _listen_for_peers(gate: Gate, peers: PeerSocket, path: Path, resources: ExitStack) -> None:
+    """Only tickets must be had; without the rest, clients send more."""
+    if len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES and not gate.gives_tickets:
+        _log.warning("no peer socket, its path is too long: nobody can attach", path=str(path))
+        return
+    _claim(UnixAddress(str(path)), "listen", resources)
+    try:
+        peers.listen(path)
+    except OSError as error:
+        problem = f"no socket can be made at {path}: {error}"
+        raise InvalidArgumentError("--listen", problem) from None
 
 
 def _listen_for_metrics(

@@ -182,13 +182,32 @@ def test_a_bad_file_stops_the_start(text: str, mode: int, problem: str, tmp_path
     assert not (tmp_path / "sock").exists()
 
 
+def socket_path_of(num_bytes: int, folder: Path) -> str:
+    folder.mkdir()
+    path = str(folder / "s").ljust(num_bytes, "s")
+    if len(path) > num_bytes:
+        pytest.fail("the folder for tests has too long a path")
+    return path
+
+
 def test_a_socket_whose_peer_socket_has_no_room_in_a_path_is_refused(tmp_path: Path) -> None:
     auth = write_auth(tmp_path / "auth.toml", USER)
-    folder = tmp_path / "f"
-    folder.mkdir()
-    path = str(folder / "s").ljust(105, "s")
-    if len(path) > 105:
-        pytest.fail("the folder for tests has too long a path")
-    done = command("serve", *MANAGER, "--listen", f"unix:{path}", "--auth", str(auth))
+    listen = f"unix:{socket_path_of(105, tmp_path / 'f')}"
+    done = command("serve", *MANAGER, "--listen", listen, "--auth", str(auth))
     assert done.returncode == 2
     assert "too long" in done.stderr
+
+
+STORED = ("--num-layers", "1", "--num-kv-heads", "1", "--head-dim", "8", "--dtype", "float16")
+
+
+@pytest.mark.parametrize(("num_bytes", "has_peers"), [(102, True), (103, False)])
+def test_without_tickets_the_longest_paths_have_no_peer_socket(
+    tmp_path: Path, num_bytes: int, has_peers: bool
+) -> None:
+    path = socket_path_of(num_bytes, tmp_path / "f")
+    flags = ("--storage", "cpu", *STORED, "--num-blocks", "8", "--listen", f"unix:{path}")
+    with serving(tmp_path, *flags) as daemon:
+        assert Path(f"{path}.peer").exists() == has_peers
+        warned = any("no peer socket" in line["event"] for line in daemon.log)
+        assert warned != has_peers

@@ -259,6 +259,15 @@ def test_quarantined_blocks_are_a_part_of_the_bar_if_there_are_any(
     assert usage == "45.0% (# referenced, ! quarantined, + evictable, . blank)"
 
 
+def test_stats_have_a_row_for_arenas_where_there_are_some(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "arenas" not in rows_of(run(capsys, "stats"))
+    stats = dataclasses.replace(STATS, arenas=3, arena_bytes=768 * 2**20)
+    monkeypatch.setattr(FakeClient, "stats", lambda client: stats)
+    assert rows_of(run(capsys, "stats"))["arenas"] == "3, 768MiB"
+
+
 def test_stats_have_a_row_a_tenant(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
