@@ -252,17 +252,10 @@ class LiveSequences:
         record = self._session_owners.get(session.session_id)
         sequences = list(record.sequences.values()) if record is not None else []
         for sequence in sequences:
+            sequence.writers = session.attachments
             self.end(sequence)
         self._pending.wake_owner(session.session_id)
         return len(sequences)
-
-    def lose_session(self, session: Session) -> int:
-        """`end_session`, which its client has not asked for: its writers may still be writing."""
-        record = self._session_owners.get(session.session_id)
-        if record is not None and session.attachments:
-            for sequence in record.sequences.values():
-                sequence.writers = session.attachments
-        return self.end_session(session)
 
     def end_writer(self, attachment: int) -> int:
         """Nobody writes through an attachment any more; returns how many blocks that frees."""

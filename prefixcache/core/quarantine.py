@@ -1,11 +1,11 @@
 """Blocks that no sequence has any more, and that a process outside may still write to.
 
 An attached client writes K/V into the pool's memory itself. A mapping cannot be taken back: a
-process that stood still until its session was over writes, once it goes on, where it was about to.
-So what its sequences had not committed is given to nobody until that process has ended, or has said
-itself that it has no mapping any more. Until then a block here is neither free nor findable, and it
-stays charged to its account. What was committed goes the usual way: an honest writer has done with
-it. Guarded by the core's lock.
+process that stood still until its session was over writes, once it goes on, where it was about to,
+and so may a thread while another one closes the session. So what its sequences had not committed is
+given to nobody until that process has ended, or has said itself that it has no mapping any more.
+Until then a block here is neither free nor findable, and it stays charged to its account. What was
+committed goes the usual way: an honest writer has done with it. Guarded by the core's lock.
 
 Rejected: to end such a session later (others would wait for its cached blocks too, and it could
 come back to sequences that others count as gone).

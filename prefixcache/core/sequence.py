@@ -102,8 +102,8 @@ class Sequence:
     account: of the pool, which its blocks are charged to.
     commit_before: if the last call is an Append, the Commit just before it and its reply. An
     engine's step has both, and is repeated as a whole.
-    writers: of a sequence that has ended without its client having said so: attachments whose
-    processes may still write to its blocks; None if there were none.
+    writers: of a sequence that has ended with its session: attachments whose processes may still
+    write to its blocks. None of one that its client has freed.
     last_attention_start: by layer, where its last applied attention call began; a state call clears
     it.
     """

@@ -542,9 +542,11 @@ class Sequences:
     def attach(self, session_id: bytes, attachment: int) -> None:
         """The process behind an attachment may write to a session's blocks itself, from now on.
 
-        If the session then ends unasked, its blocks that were not committed are quarantined until
-        `release_quarantine` of all its attachments. A client that closes the session, or frees or
-        cuts a sequence, has stopped writing there before it says so: that quarantines nothing.
+        If the session then ends, unasked or closed, its blocks that were not committed are
+        quarantined until `release_quarantine` of all its attachments: some thread of the process
+        may be in the middle of a write. A client that frees or cuts a sequence has stopped writing
+        to it before it says so, and one that detaches before it closes the session has altogether:
+        that quarantines nothing.
 
         attachment: a number of the caller's, for one process, that it never uses again; may be
         attached to many sessions. Raises SessionNotFoundError.
@@ -599,7 +601,7 @@ class Sequences:
             self.live.end(sequence)
         num_expired = len(silent)
         for session in self.live.sessions.expired():
-            num_expired += self.live.lose_session(session)
+            num_expired += self.live.end_session(session)
             self.counters.expired_sessions += 1
         self.counters.expired_sequences += num_expired
         return num_expired

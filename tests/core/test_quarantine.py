@@ -7,7 +7,7 @@ import pytest
 from prefixcache.core.sessions import SessionLimits
 from prefixcache.errors import NoRoomError, SessionNotFoundError
 from prefixcache.types import CacheUse, ResultCode
-from tests.core.manager import ONE, A, C, Held, Manager, T, U, refused, room
+from tests.core.manager import ONE, A, Held, Manager, T, U, refused, room
 from tests.support.invariants import check_invariants
 
 TTL_S, GRACE_S = 10.0, 2.0
@@ -249,14 +249,30 @@ def test_a_session_that_nobody_is_attached_to_leaves_nothing_behind() -> None:
     assert manager.quarantined == []
 
 
-def test_what_the_client_ends_itself_is_free_at_once() -> None:
+def test_what_the_client_frees_or_cuts_is_free_at_once() -> None:
     manager = Writers()
-    freed, cut, closed = manager.held(T(3)), manager.held(U(9), 9), manager.held(C(3))
+    freed, cut = manager.held(T(3)), manager.held(U(9), 9)
     assert manager.free(freed) == [ResultCode.OK]
-    manager.truncate(cut, 3)
-    assert manager.sequences.close_session(closed.owner) == 2
+    dropped = manager.truncate(cut, 3)
+    assert (manager.quarantined, manager.refs(list(dropped))) == ([], [0, 0])
+
+
+def test_a_session_that_is_closed_leaves_nothing_behind_if_its_writer_has_ended() -> None:
+    manager = Writers()
+    manager.held(T(6))
+    manager.process_ends()
+    assert manager.sequences.close_session(manager.session) == 1
+    assert (manager.quarantined, manager.pool.num_free) == ([], 16)
+
+
+def test_a_session_that_is_closed_while_a_writer_is_attached_is_lost_to_that_writer() -> None:
+    """Another thread of its client may be in the middle of a write."""
+    manager = Writers()
+    manager.held(T(6))
+    assert manager.sequences.close_session(manager.session) == 1
     check_invariants(manager.sequences)
-    assert (manager.quarantined, manager.pool.num_referenced) == ([], 0)
+    assert len(manager.quarantined) == 2
+    assert manager.process_ends() == 2
 
 
 def test_a_session_that_is_over_cannot_be_attached_to() -> None:

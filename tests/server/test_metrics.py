@@ -60,7 +60,7 @@ def test_blocks_that_a_lost_writer_may_still_write_to_are_a_state_of_their_own(
         sequences.attach(opened.session_id, 1)
     Peer(stubs, owner=opened.session_id).allocate(range(6))
     with sequences.lock:
-        sequences.live.lose_session(sequences.live.sessions.find(opened.session_id))
+        sequences.live.end_session(sequences.live.sessions.find(opened.session_id))
     found = agreed(running, stubs)
     assert found["prefixcache_blocks", {"state": "quarantined"}] == 2
     assert found["prefixcache_blocks", {"state": "referenced"}] == 0

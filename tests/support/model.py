@@ -528,9 +528,12 @@ class Model(ModelQuarantine, ModelAccounts):
         self.running.add(process)
 
     def close_session(self, name: bytes) -> int:
-        self._session(name)
-        del self.sessions[name]
+        writers = frozenset(self._session(name).attachments)
         ended = self._live(name)
+        for sequence in ended:
+            sequence.writers = writers
+            self.remember_strays(sequence, writers)
+        del self.sessions[name]
         for sequence in ended:
             self._end(sequence)
         return len(ended)
