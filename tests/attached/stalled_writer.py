@@ -1,4 +1,4 @@
-"""A program that attaches to the daemon at argv[1] and never ends a write.
+"""A program that attaches to the daemon at argv[1], for argv[2] s, and never ends a write.
 
 Of a sequence of 10 tokens it commits 5 and then writes to the blocks of the others again and again,
 one number after another. Once it does, its block ids are a line of JSON on its standard output.
@@ -14,7 +14,7 @@ from prefixcache import Client
 from prefixcache.attached import attach
 from tests.attached.served import NUM_LAYERS
 
-client = Client(sys.argv[1])
+client = Client(sys.argv[1], session_ttl_s=float(sys.argv[2]))
 view = attach(client)
 sequence = client.sequence(range(100, 110))
 caches = [view.layer(layer) for layer in range(NUM_LAYERS)]

@@ -8,15 +8,17 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 
-from prefixcache import PoolStats, errors
+from prefixcache import Client, PoolStats, errors
 from prefixcache.types import PoolAccess
-from tests.attached.served import BLOCK_SIZE, NUM_BLOCKS, Served, compute
+from tests.attached.served import BLOCK_SIZE, NUM_BLOCKS, NUM_LAYERS, Served, compute
+from tests.support.program import logged_until, serving
 from tests.support.waiting import until
 
 PROMPT = range(100, 110)
@@ -41,9 +43,10 @@ class Writer:
         self.process.wait()
 
 
-@pytest.fixture
-def writer(served: Served) -> Iterator[Writer]:
-    command = [sys.executable, "-m", "tests.attached.stalled_writer", served.running.target]
+@contextmanager
+def writing(target: str, session_ttl_s: float = 60.0) -> Iterator[Writer]:
+    program = ("-m", "tests.attached.stalled_writer", target, str(session_ttl_s))
+    command = [sys.executable, *program]
     folder = Path(__file__).parents[2]
     with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, text=True) as process:
         try:
@@ -51,6 +54,12 @@ def writer(served: Served) -> Iterator[Writer]:
             yield Writer(process, json.loads(process.stdout.readline()))
         finally:
             process.kill()
+
+
+@pytest.fixture
+def writer(served: Served) -> Iterator[Writer]:
+    with writing(served.running.target) as writer:
+        yield writer
 
 
 def stats_of(served: Served) -> PoolStats:
@@ -116,6 +125,22 @@ def test_a_writer_that_closes_its_view_gives_back_what_was_kept(served: Served) 
     view.close()
     stats = stats_of(served)
     assert (stats.quarantined, stats.evictable, stats.blank) == (0, 1, NUM_BLOCKS - 1)
+
+
+def test_a_daemon_ends_although_blocks_are_kept_for_a_writer(tmp_path: Path) -> None:
+    kv = ("--num-layers", str(NUM_LAYERS), "--num-kv-heads", "2", "--head-dim", "16")
+    pool = ("--num-blocks", "8", "--block-size", str(BLOCK_SIZE), "--dtype", "float32")
+    with (
+        serving(tmp_path, *kv, *pool) as daemon,
+        writing(daemon.addresses[0], session_ttl_s=3.0) as writer,
+        Client(daemon.addresses[0]) as client,
+    ):
+        writer.stop()
+        (*_, last) = logged_until(daemon, "freed what nobody holds any more")
+        assert last["quarantined_blocks"] == client.stats().quarantined == 2
+        assert client.reset_cache() == 1, "nothing is referenced"
+        daemon.terminate()
+        assert daemon.wait(60) == 0
 
 
 def test_nothing_is_kept_for_a_reader(served: Served) -> None:
