@@ -266,7 +266,8 @@ def _counters(stats: PoolStats) -> str:
         *("cached", "slots_written", "queries_blocks", "hit_blocks", "resumed_requests"),
         *("resumed_queries_tokens", "resumed_hit_tokens", "prefill_tokens_computed"),
         *("prefill_tokens_cached", "allocation_refused", "append_refused", "resets"),
-        *("expired_sequences", "expired_sessions"),
+        *("expired_sequences", "expired_sessions", "attached_readers", "attached_writers"),
+        *("arenas", "arena_bytes"),
     )
     items = "".join(
         f"<li><span>{name.replace('_', ' ')}</span>{_data(name, getattr(stats, name))}</li>"
