@@ -1,9 +1,10 @@
 """`bench tensors`: how long the tensors of a call take to the daemon and back, beside memcpy.
 
-A Prefill brings q, k and v and takes its output away, by reference (see `client.arena`) and in the
+A Decode brings q, k and v and takes its output away, by reference (see `client.arena`) and in the
 messages. From each call's time that of its computing is taken away: the same write and attention,
 on memory of this process, in the same round. What is left has the copies, gRPC, and the daemon's
-checks in it. Each token sees itself alone, so that little is computed.
+checks in it. Each token sees itself alone, so that little is computed. A Prefill has the same
+tensors, but threads of lower priority compute it, and their time is that of other work too.
 
 Beside it is memcpy of the same bytes: q, k and v to memory that is there, as the arena is, and the
 output to new memory, which the caller gets.
@@ -21,7 +22,7 @@ from typing import Literal
 import torch
 
 from prefixcache.attention.batch import make_batch
-from prefixcache.attention.prefill import prefill
+from prefixcache.attention.decode import decode
 from prefixcache.attention.write_kv import write_kv
 from prefixcache.bench.attention_cases import Heads, Pool
 from prefixcache.bench.children import daemon_process
@@ -152,12 +153,12 @@ class Turn:
     def _compute(self) -> None:
         cache = self._pool.cache
         write_kv(cache, self._k, self._v, self._batch.slot_mapping)
-        prefill(self._q, cache, self._batch, _ITSELF, self._out)
+        decode(self._q, cache, self._batch, _ITSELF, self._out)
 
     def _call(self, client: Client) -> float:
         sequences = [client.sequence(self._token_ids, cache_use=CacheUse.NONE) for _ in range(2)]
         left = iter(sequences)
-        call_s = self._timed(lambda: next(left).prefill(0, self._q, self._k, self._v, _ITSELF))
+        call_s = self._timed(lambda: next(left).decode(0, self._q, self._k, self._v, _ITSELF))
         client.free(sequences)
         return call_s
 
@@ -172,7 +173,7 @@ class Turn:
 def _rows(laps: Laps[Key], mebibytes: float) -> Iterator[Row]:
     copied = laps.summary(Key(mebibytes, _MEMCPY))
     labels = {"mebibytes": str(mebibytes)}
-    section = f"Prefill with {mebibytes:g} MiB of tensors"
+    section = f"Decode with {mebibytes:g} MiB of tensors"
     yield Row(section=section, name=_MEMCPY, summary=copied, labels=labels)
     for way in _WAYS:
         key = Key(mebibytes, way)

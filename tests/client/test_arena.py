@@ -42,6 +42,7 @@ from tests.support.bearer import hash_of
 from tests.support.daemon import running_daemon
 from tests.support.gate import held
 from tests.support.peers import peer_socket
+from tests.support.program import serving
 from tests.support.waiting import until
 
 LAYOUT = KVLayout(1, 2, 64, 16, "float32")
@@ -456,6 +457,46 @@ with open_client("sync", sys.argv[1]) as client:
         check=False,
     )
     assert done.stdout == "the parent goes on\n", done.stderr
+
+
+# ---- a daemon in a process of its own
+
+STORAGE = (
+    *("--storage", "cpu", "--num-layers", "1", "--num-kv-heads", "2", "--head-dim", "64"),
+    *("--dtype", "float32", "--num-blocks", "64"),
+)
+WITHOUT_PAUSE = """
+import sys
+import numpy as np
+from prefixcache import CacheUse, Client
+
+rng = np.random.default_rng(0)
+q, k, v = (rng.standard_normal((96, heads, 64), np.float32) for heads in (4, 2, 2))
+with Client(sys.argv[1]) as client:
+    while True:
+        with client.sequence(range(96), cache_use=CacheUse.NONE) as sequence:
+            sequence.prefill(0, q, k, v)
+        print("one more", flush=True)
+"""
+
+
+def test_clients_that_are_killed_leave_nothing(tmp_path: Path) -> None:
+    target = f"unix:{tmp_path}/prefixcache.sock"
+    with serving(tmp_path, *STORAGE), open_client("sync", target) as client:
+        wanted = prefilled(client)
+        for _ in range(5):
+            command = [sys.executable, "-c", WITHOUT_PAUSE, target]
+            with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+                assert process.stdout is not None
+                assert process.stdout.readline() == b"one more\n"
+                assert client.stats().arenas == 2
+                process.kill()
+            until(lambda: client.stats().arenas == 1)
+            assert torch.equal(prefilled(client), wanted)
+        until(lambda: client.stats().referenced == 0)
+        stats = client.stats()
+        assert stats.evictable + stats.blank == stats.num_blocks
+        assert stats.arena_bytes == client_arena.DEFAULT_ARENA_BYTES
 
 
 # ---- regions
