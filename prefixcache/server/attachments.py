@@ -58,6 +58,8 @@ class Attachments:
         self._limit = limit
         self._last_number = 0
         self._attached: dict[PeerConnection, _Attachment] = {}
+        self._used: set[PeerConnection] = set()
+        """Those that have, or had, an attachment: a connection never has another one."""
 
     def serve(self, peers: PeerSocket) -> None:
         """Have requests answered there."""
@@ -74,8 +76,8 @@ class Attachments:
             message = attach_pb2.AttachRequest.FromString(request.rest)
         except DecodeError:
             raise PeerRefusedError("what asks for memory is not an AttachRequest") from None
-        if connection in self._attached:
-            raise PeerRefusedError("this connection has an attachment")
+        if connection in self._used:
+            raise PeerRefusedError("this connection has, or had, an attachment")
         try:
             return self._attach(connection, message)
         except PrefixCacheError as error:
@@ -101,8 +103,11 @@ class Attachments:
         if not is_session_id(session_id):
             raise InvalidArgumentError("session_id", "is not one of a session")
         flag = LifeFlag()
-        connection.on_end(flag.close_fd)
-        self._begin(connection, wanted, session_id, flag)
+        try:
+            self._begin(connection, wanted, session_id, flag)
+        except (PrefixCacheError, PeerRefusedError):
+            flag.close_fd()
+            raise
         assert flag.fd is not None
         description = self._pool.description.SerializeToString()
         return PeerAnswer(description, [*self._pool.descriptors(wanted), flag.fd])
@@ -123,6 +128,9 @@ class Attachments:
                 connection.on_end(end)
             session.on_end[number] = flag.clear
         self._attached[connection] = _Attachment(number, access, session, flag)
+        self._used.add(connection)
+        connection.on_end(partial(self._used.remove, connection))
+        connection.on_end(flag.close_fd)
 
     def _end(self, connection: PeerConnection) -> None:
         """Nothing happens if it has ended before."""

@@ -171,6 +171,31 @@ def test_a_session_that_is_not_there_is_not_found(served: Served) -> None:
     assert attachments.count(PoolAccess.WRITE) == 0
 
 
+def test_refused_requests_leave_no_descriptor(served: Served) -> None:
+    connection = PeerConnection(UnixAddress(served.running.target.removeprefix("unix:")))
+    served.opened.callback(connection.close)
+    request = attach_pb2.AttachRequest(session_id=secrets.token_bytes(24), writable=True)
+    connection.ask(PeerMessage.ATTACH, request.SerializeToString())
+    before = os.listdir("/proc/self/fd")
+    for _ in range(5):
+        answer = connection.ask(PeerMessage.ATTACH, request.SerializeToString())
+        assert attach_pb2.AttachResponse.FromString(answer.rest).refusal
+    assert os.listdir("/proc/self/fd") == before
+
+
+def test_a_connection_never_has_a_second_attachment(served: Served) -> None:
+    """The end of a reader's, which is that of its connection, would be the end of a writer's."""
+    session_id = session_of(served.client())
+    connection = PeerConnection(UnixAddress(served.running.target.removeprefix("unix:")))
+    served.opened.callback(connection.close)
+    request = attach_pb2.AttachRequest(session_id=session_id).SerializeToString()
+    for descriptor in connection.ask(PeerMessage.ATTACH, request).descriptors:
+        os.close(descriptor)
+    connection.ask(PeerMessage.DETACH)
+    with pytest.raises(PeerRefusedError, match="or had, an attachment"):
+        connection.ask(PeerMessage.ATTACH, request)
+
+
 def test_one_connection_has_one_attachment(served: Served) -> None:
     session_id = session_of(served.client())
     connection = PeerConnection(UnixAddress(served.running.target.removeprefix("unix:")))
