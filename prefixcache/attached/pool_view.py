@@ -40,6 +40,7 @@ from prefixcache.attention.step_batches import StepBatches
 from prefixcache.attention.write_kv import write_kv
 from prefixcache.client.attachment import Attachment
 from prefixcache.client.sequence_state import SequenceView
+from prefixcache.client.sequence_use import in_use
 from prefixcache.client.sync import Client
 from prefixcache.client.tensors import TensorT
 from prefixcache.engine import Attend, check_new_tokens
@@ -60,7 +61,8 @@ class PoolView:
     of use until that session is lost, the daemon ends, or it is closed; then its calls raise
     SessionLostError, or FailedPreconditionError once closed, and `attach` makes another one.
 
-    Many threads may use it at once, a sequence one at a time. In a forked child it raises
+    Many threads may use it at once, a sequence one at a time: while a call runs over it, its free,
+    append, truncate and fork raise SequenceBusyError. In a forked child it raises
     ForkedClientError, and the memory is not there.
 
     client: made for it by `attach`; None if it was the caller's.
@@ -177,7 +179,7 @@ class PoolView:
         tensors: tuple[TensorT, TensorT, TensorT | None],
         options: AttentionOptions,
     ) -> TensorT:
-        with self._running():
+        with self._running(), in_use([sequence._state for sequence in sequences]):
             cache = self._views.layer(layer)
             rows = rows_of(sequences, self._attachment.lease, layer, num_tokens)
             q, k = as_torch(tensors[0], "q"), as_torch(tensors[1], "k")

@@ -21,6 +21,7 @@ from prefixcache.client.messages import Call, extra_keys_message, new_request_id
 from prefixcache.client.results import ServerInfo
 from prefixcache.client.row_errors import result_codes, row_error
 from prefixcache.client.sequence_state import SequenceState
+from prefixcache.client.sequence_use import begin_end, check_unused
 from prefixcache.errors import InvalidArgumentError
 from prefixcache.rpc.wire import column32, column64, read_column32, read_column64, twin
 from prefixcache.types import (
@@ -107,6 +108,7 @@ def append(
     extra_keys: Sequence[ExtraKeys | None] | None,
 ) -> Call[list[AppendResult]]:
     """One row a sequence; a row may be refused, which its result says."""
+    check_unused(states)
     check_distinct(states)
     check_length(tokens, "token_ids", states)
     token_ids, lengths = uint32_rows(tokens, "token_ids")
@@ -216,6 +218,7 @@ def fork(
     owner: bytes, state: SequenceState, num_children: int, request_ids: Sequence[str] | None
 ) -> Call[list[SequenceState]]:
     """request_ids: one a child; None for random ones, without which no repeat would be safe."""
+    check_unused([state])
     own_ids: tuple[str, ...] = ()
     if request_ids is None:
         request_ids = own_ids = tuple(new_request_id() for _ in range(num_children))
@@ -239,6 +242,7 @@ def fork(
 
 def truncate(owner: bytes, state: SequenceState, num_tokens: int) -> Call[tuple[int, ...]]:
     """The length after the call; the reply names the block ids dropped."""
+    check_unused([state])
     request = twin("TruncateRequest")(
         owner=owner,
         sequence_id=state.sequence_id,
@@ -255,6 +259,7 @@ def truncate(owner: bytes, state: SequenceState, num_tokens: int) -> Call[tuple[
 
 def free(owner: bytes, states: States) -> Call[list[ResultCode]]:
     """A sequence that the daemon does not know any more is as free as one that it frees now."""
+    begin_end(states)
 
     def read(reply: Any) -> list[ResultCode]:
         for state in states:

@@ -22,6 +22,7 @@ class SequenceState:
     known: those of them that the daemon knows of. They are fewer where an attached view has
     computed tokens that are not committed yet.
     first_writable: K/V of positions below it are never written (they are somebody's hit).
+    is_ending, num_view_calls: see `sequence_use`.
     """
 
     __slots__ = (
@@ -29,12 +30,14 @@ class SequenceState:
         "block_table",
         "computed",
         "first_writable",
+        "is_ending",
         "is_freed",
         "known",
         "num_cached_tokens",
         "num_lookahead_tokens",
         "num_pending_tokens",
         "num_tokens",
+        "num_view_calls",
         "sequence_id",
     )
 
@@ -61,7 +64,8 @@ class SequenceState:
         self.computed = [num_cached_tokens] * num_layers
         self.known = self.computed[:]
         self.first_writable = num_cached_blocks * block_size
-        self.is_freed = False
+        self.is_freed = self.is_ending = False
+        self.num_view_calls = 0
 
     def position(self, layer: int) -> int:
         """Where the layer's next call starts. A layer that does not exist starts at 0."""

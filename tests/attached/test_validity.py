@@ -16,6 +16,7 @@ import torch
 from prefixcache import AsyncClient, Client, errors
 from prefixcache.attached import attach, attach_async, pool_view
 from prefixcache.attached.pool_view import PoolView
+from prefixcache.client import Sequence
 from prefixcache.types import PoolAccess
 from tests.attached.served import KINDS, NUM_LAYERS, OPTIONS, Served, compute, serve
 from tests.support.gate import held
@@ -80,24 +81,63 @@ def test_a_result_over_blocks_that_may_be_anothers_by_now_is_refused(served: Ser
     assert client.sequence([1]).num_cached_tokens == 0  # in another session
 
 
-def test_a_result_over_blocks_that_were_freed_meanwhile_is_refused(served: Served) -> None:
-    _, view, sequence = full_hit(served)
-    seen: list[BaseException] = []
+MOVES: dict[str, Callable[[Client, Sequence], object]] = {
+    "free": lambda client, sequence: sequence.free(),
+    "frees": lambda client, sequence: client.free([client.sequence([1]), sequence]),
+    "append": lambda client, sequence: sequence.append([1]),
+    "truncate": lambda client, sequence: sequence.truncate(5),
+    "fork": lambda client, sequence: sequence.fork(),
+}
 
-    def decode() -> None:
-        try:
-            view.decode(0, [sequence], *served.tensors(1), OPTIONS)
-        except errors.PrefixCacheError as error:
-            seen.append(error)
 
-    with held(pool_view, "decode") as gate:
-        running = threading.Thread(target=decode)
+@pytest.mark.parametrize("move", MOVES)
+def test_no_block_is_given_away_while_a_call_may_write_there(served: Served, move: str) -> None:
+    client, view = served.attached()
+    sequence = client.sequence(range(11))
+    results: list[torch.Tensor] = []
+
+    def prefill() -> None:
+        results.append(view.prefill(0, [sequence], [11], *served.tensors(11), OPTIONS))
+
+    with held(pool_view, "write_kv") as gate:
+        running = threading.Thread(target=prefill)
         running.start()
         gate.wait()
-        sequence.free()
+        with pytest.raises(errors.SequenceBusyError):
+            MOVES[move](client, sequence)
         gate.release()
         running.join()
-    assert [type(error) for error in seen] == [errors.SequenceNotFoundError]
+    assert len(results) == 1
+    assert not sequence.is_freed
+    sequence.free()
+    assert sequence.is_freed
+
+
+def test_nothing_is_written_to_a_sequence_that_was_freed(served: Served) -> None:
+    client, view = served.attached()
+    sequence = client.sequence(range(11))
+    view.prefill(0, [sequence], [11], *served.tensors(11), OPTIONS)
+    sequence.free()
+    before = served.spans.clone()
+    with pytest.raises(errors.SequenceNotFoundError):
+        view.prefill(1, [sequence], [11], *served.tensors(11), OPTIONS)
+    assert torch.equal(served.spans, before)
+
+
+def test_nothing_is_written_to_a_sequence_whose_end_has_no_answer(served: Served) -> None:
+    """The daemon may have freed it, and has given its blocks to others then."""
+    client, view = served.attached()
+    sequence = client.sequence(range(11))
+    view.prefill(0, [sequence], [11], *served.tensors(11), OPTIONS)
+    before = served.spans.clone()
+    with served.running.daemon.sequences.lock, pytest.raises(errors.DeadlineExceededError):
+        sequence.free(timeout_s=0.05)
+    assert not sequence.is_freed
+    with pytest.raises(errors.SequenceNotFoundError):
+        view.prefill(1, [sequence], [11], *served.tensors(11), OPTIONS)
+    assert torch.equal(served.spans, before)
+    sequence.free()
+    assert sequence.is_freed
 
 
 def test_blocks_of_a_live_sequence_are_not_evicted_under_a_reader(served: Served) -> None:
