@@ -50,7 +50,7 @@ class Arenas:
     def num_bytes(self) -> int:
         """Mapped now, also by calls that have not ended in arenas that are gone."""
         with self._lock:
-            return sum(map(len, self._mapped.values()))
+            return self._num_bytes()
 
     def add(self, fd: int, tenant: str) -> int:
         """Map a client's file; the descriptor may be closed then. Returns the arena's number.
@@ -65,16 +65,16 @@ class Arenas:
         if not 0 < num_bytes <= self.max_bytes:
             problem = f"has {num_bytes} bytes, must have 1 to {self.max_bytes}"
             raise InvalidArgumentError("arena", problem)
-        left = self._max_total_bytes - self.num_bytes
-        if num_bytes > left:
-            problem = f"has {num_bytes} bytes, and {max(left, 0)} are left for all clients"
-            raise InvalidArgumentError("arena", problem)
-        try:
-            memory = map_shared_memory(fd, num_bytes, writable=True, populate=False)
-        except OSError as error:
-            raise InvalidArgumentError("arena", f"cannot be mapped: {error}") from None
-        arena_id = secrets.randbits(64)
         with self._lock:
+            left = self._max_total_bytes - self._num_bytes()
+            if num_bytes > left:
+                problem = f"has {num_bytes} bytes, and {max(left, 0)} are left for all clients"
+                raise InvalidArgumentError("arena", problem)
+            try:
+                memory = map_shared_memory(fd, num_bytes, writable=True, populate=False)
+            except OSError as error:
+                raise InvalidArgumentError("arena", f"cannot be mapped: {error}") from None
+            arena_id = secrets.randbits(64)
             self._mapped[arena_id] = memory
             self._by_id[arena_id] = _Arena(tenant, memory)
         return arena_id
@@ -96,3 +96,6 @@ class Arenas:
         if offset + num_bytes > len(arena.memory):
             raise ValueError(f"ends at {offset + num_bytes}, the arena has {len(arena.memory)}")
         return np.frombuffer(memoryview(arena.memory), np.uint8)[offset : offset + num_bytes]
+
+    def _num_bytes(self) -> int:
+        return sum(map(len, self._mapped.values()))

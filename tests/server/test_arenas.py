@@ -284,6 +284,21 @@ def test_a_call_by_reference_does_bit_for_bit_what_it_does_in_the_message(
         assert torch.equal(memory.spans[mine], memory.spans[theirs])
 
 
+@pytest.mark.gpu
+def test_a_pool_on_a_gpu_takes_tensors_by_reference() -> None:
+    model = ToyModel(LAYOUT, 4)
+    with (
+        running_daemon(CACHE, ModelOptions(LAYOUT, device="cuda")) as running,
+        peer_socket(running),
+        connected(running.target) as stubs,
+        closing(OwnArena(running, 2**16)) as arena,
+    ):
+        runs = [Run(Peer(stubs), model, list(range(11))).allocate() for _ in range(2)]
+        sent, placed = (attention_request("Prefill", 0, [(run, 11)]) for run in runs)
+        wanted = from_wire(stubs.call("Prefill", sent).out)
+        assert torch.equal(output_of(stubs.call("Prefill", moved(placed, arena)), arena), wanted)
+
+
 def test_a_repeat_of_a_call_by_reference_is_answered_again(plain: Served) -> None:
     run = plain.run(range(5))
     request = moved(attention_request("Prefill", 0, [(run, 5)]), plain.arena)
