@@ -308,6 +308,40 @@ def test_preempted_sequences_go_on_with_the_same_tokens(
     assert made == [plain.greedy(tokens, NEW) for tokens in prompts()]
 
 
+def test_the_oldest_request_is_never_preempted(
+    cached_model: MakeModel, model: PreTrainedModel
+) -> None:
+    """It has a token of each pass, whatever becomes of the others."""
+    counter = TokenCounter(model)
+    texts = [prompt(8, seed=seed) for seed in range(4)]
+    with client_for(model, num_blocks=12) as client:
+        num_tokens = 0
+        for index, _ in cached_model(model, client).stream(texts, NEW):
+            if index == 0:
+                num_tokens += 1
+                assert len(counter.passes) == num_tokens
+        assert num_tokens == NEW
+        assert client.stats().resumed_requests > 0
+
+
+def test_a_preempted_request_is_ahead_of_those_that_have_not_begun(
+    cached_model: MakeModel, model: PreTrainedModel
+) -> None:
+    """The second makes room for the first, while the third has none."""
+    texts = [prompt(8, seed=seed) for seed in range(3)]
+    num_tokens = [0, 0, 0]
+    finished = []
+    with client_for(model, num_blocks=5) as client:
+        for index, _ in cached_model(model, client).stream(texts, NEW):
+            num_tokens[index] += 1
+            if num_tokens[index] == NEW:
+                finished.append(index)
+            if index == 2:
+                assert num_tokens[0] == NEW
+        assert client.stats().resumed_requests > 0
+    assert finished == [0, 1, 2]
+
+
 def test_preempted_samples_go_on_with_the_same_tokens(
     cached_model: MakeModel, model: PreTrainedModel, client: Client
 ) -> None:
