@@ -158,6 +158,9 @@ class Engine:
             self.counters.restarts += 1
             self.scheduler.restart()
             return RETRY_S
+        finally:
+            for request, reason in self.scheduler.take_refused():
+                request.caller.tell(Delta(request.index, error=reason))
         if has_computed:
             return 0
         return None if self.scheduler.is_idle else LOOK_AGAIN_S
@@ -174,14 +177,12 @@ class Engine:
 
     def step(self) -> bool:
         """Compute and choose. Returns False if there was nothing to compute."""
-        step = self.scheduler.schedule()
-        for request, error in step.refused:
-            request.caller.tell(Delta(request.index, error=error))
-        if not step.chunks:
+        chunks = self.scheduler.schedule()
+        if not chunks:
             return False
-        self._count(step.chunks)
-        logits = self._runner.forward(step.chunks)
-        for chunk, scores in zip(step.chunks, logits, strict=True):
+        logits = self._runner.forward(chunks)
+        self._count(chunks)
+        for chunk, scores in zip(chunks, logits, strict=True):
             if chunk.is_last:
                 for request in self.scheduler.fork(chunk.request):
                     self._go_on(request, scores)

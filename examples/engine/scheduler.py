@@ -24,7 +24,7 @@ import enum
 import itertools
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, Protocol
 
@@ -80,14 +80,6 @@ class Chunk:
         return self.request.sequence
 
 
-@dataclass(slots=True)
-class Step:
-    """refused: requests that can never be served, which are out of the scheduler now."""
-
-    chunks: list[Chunk] = field(default_factory=list)
-    refused: list[tuple[Request, PrefixCacheError]] = field(default_factory=list)
-
-
 class _Admission(enum.Enum):
     ADMITTED = enum.auto()
     NO_ROOM = enum.auto()
@@ -107,6 +99,7 @@ class Scheduler:
         self._limits = limits
         self._clock = clock
         self._arrivals = itertools.count()
+        self._refused: list[tuple[Request, PrefixCacheError]] = []
         self._ended: list[Sequence] = []
 
     @property
@@ -122,20 +115,25 @@ class Scheduler:
         (self.waiting if request.sequence is None else self.running).remove(request)
         self._drop_sequence(request)
 
-    def schedule(self) -> Step:
+    def schedule(self) -> list[Chunk]:
         """Free what has ended, let those that run grow, admit others; choose what to compute.
 
         Raises the errors of the client but those for want of room, and SequenceGoneError: then
         `restart` makes good.
         """
         self._free_ended()
-        step = Step()
-        budget = self._limits.max_tokens_per_step
         self._grow()
+        chunks: list[Chunk] = []
+        budget = self._limits.max_tokens_per_step
         for request in self.running:
-            budget -= _take(step, request, budget)
-        self._admit(step, budget)
-        return step
+            budget -= _take(chunks, request, budget)
+        self._admit(chunks, budget)
+        return chunks
+
+    def take_refused(self) -> list[tuple[Request, PrefixCacheError]]:
+        """Requests that can never be served, and why; they are out of the scheduler."""
+        refused, self._refused = self._refused, []
+        return refused
 
     def fork(self, request: Request) -> list[Request]:
         """One request for each of its choices, once its prompt is computed; it is the first."""
@@ -185,7 +183,7 @@ class Scheduler:
         self._wait_again(request)
         self._free_ended()
 
-    def _admit(self, step: Step, budget: int) -> None:
+    def _admit(self, chunks: list[Chunk], budget: int) -> None:
         for request in self.waiting[: self._limits.max_running]:
             num_running = sum(other.num_choices for other in self.running)
             is_full = num_running + request.num_choices > self._limits.max_running
@@ -195,14 +193,14 @@ class Scheduler:
                 admission = self._allocate(request)
             except (InvalidArgumentError, QuotaExceededError) as error:
                 self.waiting.remove(request)
-                step.refused.append((request, error))
+                self._refused.append((request, error))
                 continue
             if admission is _Admission.NO_ROOM:
                 return
             if admission is _Admission.ADMITTED:
                 self.waiting.remove(request)
                 self._insert(self.running, request)
-                budget -= _take(step, request, budget)
+                budget -= _take(chunks, request, budget)
 
     def _allocate(self, request: Request) -> _Admission:
         """Raises InvalidArgumentError or QuotaExceededError if no wait can help."""
@@ -255,13 +253,13 @@ class Scheduler:
         bisect.insort(requests, request, key=_BY_ARRIVAL)
 
 
-def _take(step: Step, request: Request, budget: int) -> int:
-    """The next tokens of a request go into the step, as many as the budget allows."""
+def _take(chunks: list[Chunk], request: Request, budget: int) -> int:
+    """The next tokens of a request become a chunk; returns how many the budget allows."""
     left = request.new_tokens
     taken = left[:budget]
     if taken:
         start = len(request.tokens) - len(left)
         num_prompt_tokens = min(len(taken), max(0, len(request.question.prompt) - start))
         is_last = len(taken) == len(left)
-        step.chunks.append(Chunk(request, taken, num_prompt_tokens, is_last))
+        chunks.append(Chunk(request, taken, num_prompt_tokens, is_last))
     return len(taken)

@@ -313,6 +313,25 @@ def test_a_quota_that_is_too_small_for_the_prompt_is_an_error() -> None:
     assert isinstance(asked.deltas[0].error, QuotaExceededError)
 
 
+def test_a_refusal_is_told_also_if_the_daemon_is_lost_right_after_it() -> None:
+    engine = LocalEngine(Manager(4))
+    large, small = engine.ask(T(17)), engine.ask(A(3))
+    sequence = engine.cache.sequence
+
+    def lost(tokens: list[int], *, resumed: bool = False) -> Any:
+        if len(tokens) == 3:
+            raise UnavailableError("gone")
+        return sequence(tokens, resumed=resumed)
+
+    engine.cache.sequence = lost  # type: ignore[method-assign]
+    engine.turn()
+    assert isinstance(large.deltas[0].error, ExceedsPoolError)
+    engine.cache.sequence = sequence  # type: ignore[method-assign]
+    engine.run()
+    assert small.is_answered()
+    assert engine.engine.counters.restarts == 1
+
+
 def test_choices_that_may_not_be_forked_are_computed_one_by_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
