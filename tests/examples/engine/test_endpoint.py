@@ -191,6 +191,7 @@ def test_what_a_caller_has_dropped_is_freed(
     body = {
         "model": MODEL_NAME,
         "prompt": "dropped",
+        "temperature": 0,
         "max_tokens": 240,
         "n": 2,
         "stream": is_stream,
