@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+import structlog
 from google.protobuf.message import DecodeError
 
 from prefixcache.core.sequences import Sequences
@@ -36,6 +37,8 @@ from prefixcache.server.peer_socket import (
 from prefixcache.server.shared_pool import SharedPool
 from prefixcache.storage.life_flag import LifeFlag
 from prefixcache.types import PoolAccess
+
+_log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +72,15 @@ class Attachments:
     def count(self, access: PoolAccess) -> int:
         """Attachments for reading, or for writing."""
         return sum(one.access is access for one in list(self._attached.values()))
+
+    def lost_writers(self) -> list[str]:
+        """Names and process ids of writers that live on without their sessions, for people."""
+        sessions = self._sequences.live.sessions
+        return [
+            f"{one.session.client_name or 'a client'} (pid {connection.peer.pid})"
+            for connection, one in list(self._attached.items())
+            if one.access is PoolAccess.WRITE and one.session.session_id not in sessions
+        ]
 
     def attach(self, connection: PeerConnection, request: PeerRequest) -> PeerAnswer:
         """The handler of ATTACH."""
@@ -141,5 +153,13 @@ class Attachments:
         connection.forget_process()
         with self._sequences.lock:
             attachment.session.on_end.pop(attachment.number, None)
-            if attachment.access is PoolAccess.WRITE:
-                self._sequences.release_quarantine(attachment.number)
+            if attachment.access is PoolAccess.READ:
+                return
+            num_freed = self._sequences.release_quarantine(attachment.number)
+        if num_freed:
+            _log.info(
+                "a writer without a session has ended, its blocks are free",
+                client=attachment.session.client_name,
+                pid=connection.peer.pid,
+                blocks=num_freed,
+            )

@@ -179,6 +179,10 @@ class Daemon:
             self.info.capabilities.append("attach_write")
         return self.attachments
 
+    def lost_writers(self) -> list[str]:
+        """`Attachments.lost_writers`."""
+        return self.attachments.lost_writers() if self.attachments is not None else []
+
     def uptime_s(self) -> float:
         return self.clock() - self._started_s
 

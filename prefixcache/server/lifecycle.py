@@ -101,7 +101,10 @@ def run(config: ServeConfig, read_config: Callable[[], ServeConfig]) -> int:
             recorder.start()
         server.start()
         sweeper = Sweeper(
-            daemon.sequences, config.cache.owner_ttl, partial(_do_regularly, server, observer)
+            daemon.sequences,
+            config.cache.owner_ttl,
+            partial(_do_regularly, server, observer),
+            lost_writers=daemon.lost_writers,
         )
         sweeper.start()
         resources.callback(sweeper.stop)

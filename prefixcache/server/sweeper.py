@@ -23,6 +23,8 @@ _LATE_S = 1.0
 class Sweeper:
     """cut_stale_streams: cancels the streams that have no use any more.
 
+    lost_writers: names the processes for which blocks are kept in quarantine, for people.
+
     If a sweep comes late by a second or more, the whole process stood still, and its clients could
     not be heard: sessions get that time back.
     """
@@ -33,11 +35,13 @@ class Sweeper:
         owner_ttl_s: float,
         cut_stale_streams: Callable[[], None],
         *,
+        lost_writers: Callable[[], list[str]] = list,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.interval_s = min(owner_ttl_s / _SWEEPS_A_TTL, _MAX_INTERVAL_S)
         self._sequences = sequences
         self._cut_stale_streams = cut_stale_streams
+        self._lost_writers = lost_writers
         self._clock = clock
         self._due_s = clock() + self.interval_s
         self._stop = threading.Event()
@@ -58,17 +62,21 @@ class Sweeper:
             if late_s >= _LATE_S:
                 self._sequences.live.sessions.postpone(late_s)
             expired_sessions = self._sequences.counters.expired_sessions
+            num_kept_before = self._sequences.pool.num_quarantined
             num_expired = self._sequences.expire()
             num_sessions = self._sequences.counters.expired_sessions - expired_sessions
-            num_quarantined = self._sequences.pool.num_quarantined
+            num_kept = self._sequences.pool.num_quarantined
         self._cut_stale_streams()
         self._due_s = self._clock() + self.interval_s
         if num_expired or num_sessions:
             _log.info(
-                "freed what nobody holds any more",
-                sequences=num_expired,
-                sessions=num_sessions,
-                quarantined_blocks=num_quarantined,
+                "freed what nobody holds any more", sequences=num_expired, sessions=num_sessions
+            )
+        if num_kept > num_kept_before:
+            _log.warning(
+                "blocks are kept until writers without a session have ended",
+                blocks=num_kept,
+                writers=self._lost_writers(),
             )
 
     def _run(self) -> None:

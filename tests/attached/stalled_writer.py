@@ -14,7 +14,7 @@ from prefixcache import Client
 from prefixcache.attached import attach
 from tests.attached.served import NUM_LAYERS
 
-client = Client(sys.argv[1], session_ttl_s=float(sys.argv[2]))
+client = Client(sys.argv[1], client_name="a stalled one", session_ttl_s=float(sys.argv[2]))
 view = attach(client)
 sequence = client.sequence(range(100, 110))
 caches = [view.layer(layer) for layer in range(NUM_LAYERS)]

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from structlog.testing import capture_logs
 
 from prefixcache import Client, PoolStats, errors
 from prefixcache.types import PoolAccess
@@ -92,8 +93,12 @@ def test_a_stopped_writer_that_goes_on_alters_nobodys_blocks(
     others = sequence.block_ids.tolist()
     assert torch.equal(served.spans[others], before[others])
 
-    writer.kill()
-    until(lambda: not stats_of(served).quarantined)
+    with capture_logs() as logs:
+        writer.kill()
+        until(lambda: logs)
+    (log,) = logs
+    assert (log["client"], log["pid"], log["blocks"]) == ("a stalled one", writer.process.pid, 2)
+    assert stats_of(served).quarantined == 0
     assert torch.equal(served.spans[others], before[others])
     assert stats_of(served).blank == 2
     with client.sequence([1]) as another:
@@ -136,8 +141,11 @@ def test_a_daemon_ends_although_blocks_are_kept_for_a_writer(tmp_path: Path) -> 
         Client(daemon.addresses[0]) as client,
     ):
         writer.stop()
-        (*_, last) = logged_until(daemon, "freed what nobody holds any more")
-        assert last["quarantined_blocks"] == client.stats().quarantined == 2
+        (*_, last) = logged_until(
+            daemon, "blocks are kept until writers without a session have ended"
+        )
+        assert last["blocks"] == client.stats().quarantined == 2
+        assert last["writers"] == [f"a stalled one (pid {writer.process.pid})"]
         assert client.reset_cache() == 1, "nothing is referenced"
         daemon.terminate()
         assert daemon.wait(60) == 0
