@@ -19,11 +19,21 @@ MODULES = (
 )
 
 
+def built(folder: str, names: list[str]) -> set[str]:
+    """Of a folder's names, those that a build makes; Cython writes C beside its sources."""
+    return {
+        name
+        for name in names
+        if name == "__pycache__"
+        or name.endswith(".so")
+        or (name.endswith(".c") and f"{name[:-2]}.pyx" in names)
+    }
+
+
 def build(folder: Path, compiler: str) -> Path:
     """A wheel of a copy of the sources without anything built, made by `compiler`."""
     for name in SOURCES:
         if (ROOT / name).is_dir():
-            built = shutil.ignore_patterns("*.so", "*.c", "__pycache__")
             shutil.copytree(ROOT / name, folder / name, ignore=built)
         else:
             shutil.copy(ROOT / name, folder)
