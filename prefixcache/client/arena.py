@@ -27,7 +27,7 @@ import numpy.typing as npt
 
 from prefixcache.address import Address, UnixAddress
 from prefixcache.client.credentials import Bearer
-from prefixcache.client.peer_connection import PeerConnection
+from prefixcache.client.peer_connection import PeerConnection, PeerRefusedError
 from prefixcache.client.results import ServerInfo
 from prefixcache.rpc.peer_protocol import ARENA_ID, PeerMessage
 from prefixcache.storage.shared_memory import create_shared_memory, map_shared_memory
@@ -39,8 +39,10 @@ MIN_CALL_BYTES = 2**16
 """Of all tensors of a call: below that it is no faster by reference (measured)."""
 ALIGNMENT = 64
 """Of tensors: a line of the CPU's cache."""
-_TRY_AGAIN_S = 10.0
-"""After the daemon has refused an arena: others have as much as it takes, or it takes none."""
+_AFTER_REFUSAL_S = 10.0
+"""Until the daemon is asked again: others have as much as it takes."""
+_AFTER_FAILURE_S = 1.0
+"""The same if it did not answer: it may be starting."""
 
 
 class Arenas:
@@ -91,8 +93,10 @@ class Arenas:
             num_bytes = min(self._num_bytes, info.max_arena_bytes)
             try:
                 self._arena = register(self._address, num_bytes, self._bearer.fresh_token())
+            except PeerRefusedError:
+                self._try_at_s = self._clock() + _AFTER_REFUSAL_S
             except OSError:
-                self._try_at_s = self._clock() + _TRY_AGAIN_S
+                self._try_at_s = self._clock() + _AFTER_FAILURE_S
 
     def region(self, num_bytes: int) -> Region | None:
         """A place for so many bytes, for a `with`; None if there is none now. Does not wait."""

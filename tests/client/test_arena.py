@@ -254,6 +254,24 @@ def test_a_refused_client_asks_again_after_a_while(
     assert by_reference == [False, False, True]
 
 
+def test_a_client_that_got_no_answer_asks_again_soon(
+    serve: Serve, by_reference: list[bool]
+) -> None:
+    served = serve()
+    clock_s = [0.0]
+    with open_client("sync", served.target) as client:
+        client._arenas._clock = lambda: clock_s[0]
+        path = peer_socket_path(served.path)
+        path.rename(path.with_suffix(".away"))
+        prefilled(client)
+        path.with_suffix(".away").rename(path)
+        clock_s[0] = 0.9
+        prefilled(client)
+        clock_s[0] = 1.0
+        prefilled(client)
+    assert by_reference == [False, False, True]
+
+
 @KINDS
 def test_a_call_that_finds_no_room_goes_in_the_message(
     serve: Serve, by_reference: list[bool], kind: str
