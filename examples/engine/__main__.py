@@ -15,9 +15,10 @@ import uvicorn
 from examples.engine.app import make_app
 from examples.engine.loop import Engine
 from examples.engine.openai_form import ServedModel
-from examples.engine.runner import TransformersRunner, TransformersTokenizer, end_tokens, load
+from examples.engine.runner import TransformersRunner, TransformersTokenizer, load
 from examples.engine.scheduler import Limits, Scheduler
 from prefixcache import Client
+from prefixcache.integrations.transformers import own_stop_token_ids
 
 
 def main() -> None:
@@ -36,7 +37,7 @@ def main() -> None:
             Scheduler(client, limits),
             runner,
             text.decode,
-            end_tokens(model),
+            own_stop_token_ids(model),
         )
         served = ServedModel(
             name=arguments.model_name or Path(arguments.model).name,

@@ -75,11 +75,3 @@ def load(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(name, dtype="auto")
     return model.eval(), AutoTokenizer.from_pretrained(name)
-
-
-def end_tokens(model: PreTrainedModel) -> list[int]:
-    config = model.generation_config
-    given = config.eos_token_id if config is not None else None
-    if given is None:
-        return []
-    return given if isinstance(given, list) else [given]

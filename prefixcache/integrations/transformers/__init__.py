@@ -17,7 +17,7 @@ pass, for engines that have a scheduler of their own.
 from prefixcache.integrations.transformers.cached_model import CachedModel, Completion
 from prefixcache.integrations.transformers.fit import kv_layout, serve_flags, weights_revision
 from prefixcache.integrations.transformers.rows import Row
-from prefixcache.integrations.transformers.sampling import GREEDY, Sampling
+from prefixcache.integrations.transformers.sampling import GREEDY, Sampling, own_stop_token_ids
 
 __all__ = [
     "GREEDY",
@@ -26,6 +26,7 @@ __all__ = [
     "Row",
     "Sampling",
     "kv_layout",
+    "own_stop_token_ids",
     "serve_flags",
     "weights_revision",
 ]

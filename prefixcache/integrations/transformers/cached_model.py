@@ -30,7 +30,7 @@ from prefixcache.integrations.transformers.generation import (
     Output,
 )
 from prefixcache.integrations.transformers.rows import Row, commit_all, start_of
-from prefixcache.integrations.transformers.sampling import GREEDY, Sampling
+from prefixcache.integrations.transformers.sampling import GREEDY, Sampling, own_stop_token_ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +189,7 @@ class CachedModel:
         if not all(len(prompt) for prompt in prompts):
             raise InvalidArgumentError("prompts", "must have at least one token each")
         if stop_token_ids is None:
-            stop_token_ids = _stop_token_ids(self._model)
+            stop_token_ids = own_stop_token_ids(self._model)
         generation = Generation(
             self._client,
             lambda rows: self.forward(rows, commit=False),
@@ -238,11 +238,3 @@ class CachedModel:
 def _completion(output: Output) -> Completion:
     assert output.finish_reason is not None, "the generation has ended"
     return Completion(tuple(output.token_ids), output.finish_reason, output.num_cached_tokens)
-
-
-def _stop_token_ids(model: PreTrainedModel) -> list[int]:
-    """Of the model's generation config: one, several or none."""
-    ids = model.generation_config.eos_token_id
-    if ids is None:
-        return []
-    return list(ids) if isinstance(ids, list) else [ids]

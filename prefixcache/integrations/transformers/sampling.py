@@ -1,10 +1,13 @@
-"""How the next token is chosen from logits: the most likely one, or one drawn at random."""
+"""How the next token is chosen from logits: the most likely one, or one drawn at random. And which
+tokens end an output.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import torch
+from transformers import PreTrainedModel
 
 from prefixcache.errors import InvalidArgumentError
 
@@ -59,3 +62,12 @@ class Sampling:
 
 
 GREEDY = Sampling()
+
+
+def own_stop_token_ids(model: PreTrainedModel) -> list[int]:
+    """Those of the model's generation config: one, several or none."""
+    config = model.generation_config
+    ids = None if config is None else config.eos_token_id
+    if ids is None:
+        return []
+    return list(ids) if isinstance(ids, list) else [ids]

@@ -17,10 +17,10 @@ from examples.engine.__main__ import listen
 from examples.engine.app import make_app
 from examples.engine.loop import Engine
 from examples.engine.openai_form import ServedModel
-from examples.engine.runner import TransformersRunner, TransformersTokenizer, end_tokens, load
+from examples.engine.runner import TransformersRunner, TransformersTokenizer, load
 from examples.engine.scheduler import Limits, Scheduler
 from prefixcache.client import Client
-from prefixcache.integrations.transformers import kv_layout
+from prefixcache.integrations.transformers import kv_layout, own_stop_token_ids
 from prefixcache.server.daemon import CacheOptions, ModelOptions
 from prefixcache.types import PoolAccess
 from tests.support.daemon import RunningDaemon, running_daemon
@@ -100,7 +100,7 @@ def served(folder: Path, target: str, limits: Limits | None = None) -> Iterator[
         Client(target) as client,
         closing(TransformersRunner(model, client, attached=True)) as runner,
     ):
-        engine = Engine(Scheduler(client, limits), runner, text.decode, end_tokens(model))
+        engine = Engine(Scheduler(client, limits), runner, text.decode, own_stop_token_ids(model))
         config = model.config
         served_model = ServedModel(
             MODEL_NAME, text, config.max_position_embeddings, config.vocab_size
