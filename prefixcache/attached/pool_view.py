@@ -21,9 +21,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
 from collections.abc import Sequence as Rows
-from contextlib import contextmanager
 from dataclasses import fields
 from types import TracebackType
 from typing import Self
@@ -31,19 +29,18 @@ from typing import Self
 import numpy.typing as npt
 import torch
 
-from prefixcache.attached.rows import rows_of
-from prefixcache.attached.tensors import as_torch, kind_of, shaped_like
+from prefixcache.attached.planned_calls import CallPlanner
+from prefixcache.attached.tensors import new_tokens, shaped_like
 from prefixcache.attention.checks import check_options
 from prefixcache.attention.decode import decode
 from prefixcache.attention.prefill import prefill
-from prefixcache.attention.step_batches import StepBatches
 from prefixcache.attention.write_kv import write_kv
 from prefixcache.client.attachment import Attachment
 from prefixcache.client.sequence_state import SequenceView
 from prefixcache.client.sequence_use import in_use
 from prefixcache.client.sync import Client
 from prefixcache.client.tensors import TensorT
-from prefixcache.engine import Attend, check_new_tokens
+from prefixcache.engine import Attend
 from prefixcache.errors import FailedPreconditionError, UnavailableError
 from prefixcache.rpc._pb import attach_pb2
 from prefixcache.storage.fixed_scales import FixedScales
@@ -59,7 +56,8 @@ class PoolView:
 
     It is of one session of the client: that which was open, or was opened, when it was made. It is
     of use until that session is lost, the daemon ends, or it is closed; then its calls raise
-    SessionLostError, or FailedPreconditionError once closed, and `attach` makes another one.
+    SessionLostError, or FailedPreconditionError once closed, and `attach` makes another one. A
+    daemon's end is noticed when a step begins: what the rest of a step computes is right still.
 
     Many threads may use it at once, a sequence one at a time: while a call runs over it, its free,
     append, truncate and fork raise SequenceBusyError. In a forked child it raises
@@ -76,8 +74,11 @@ class PoolView:
         except BaseException:
             attachment.end()
             raise
-        self._batches = StepBatches(attachment.layout.block_size)
-        self._changed = threading.Condition()
+        self._planner = CallPlanner(
+            attachment.lease, attachment.layout.block_size, attachment.check_daemon
+        )
+        self._lock = threading.Lock()
+        self._is_idle = threading.Condition(self._lock)
         self._num_running = 0
         self._is_closed = False
 
@@ -166,8 +167,6 @@ class PoolView:
         num_tokens: npt.ArrayLike | None = None,
     ) -> TensorT:
         """`prefill` for one new token of each of many sequences, or `num_tokens` of each."""
-        if num_tokens is None:
-            num_tokens = [1] * len(sequences)
         return self._attend(decode, layer, sequences, num_tokens, (q, k, v), options)
 
     def _attend(
@@ -175,35 +174,40 @@ class PoolView:
         attend: Attend,
         layer: int,
         sequences: Rows[SequenceView],
-        num_tokens: npt.ArrayLike,
+        num_tokens: npt.ArrayLike | None,
         tensors: tuple[TensorT, TensorT, TensorT | None],
         options: AttentionOptions,
     ) -> TensorT:
-        with self._running(), in_use([sequence._state for sequence in sequences]):
-            cache = self._views.layer(layer)
-            rows = rows_of(sequences, self._attachment.lease, layer, num_tokens)
-            q, k = as_torch(tensors[0], "q"), as_torch(tensors[1], "k")
-            v = None if tensors[2] is None else as_torch(tensors[2], "v")
-            kinds = (kind_of(q), kind_of(k), None if v is None else kind_of(v))
-            check_new_tokens(self.layout, kinds, sum(rows.num_tokens))
-            check_options(options, q.shape[1], is_latent=cache.is_latent)
-            if not self.is_writable:
-                rows.check_nothing_to_write()
-            batch = self._batches.batch_for(
-                rows.sequence_ids,
-                rows.block_tables,
-                rows.start_positions,
-                rows.num_tokens,
-                rows.first_writable,
-            )
-            if rows.writes:
-                write_kv(cache, k, v, batch.slot_mapping)
-            out = attend(q, cache, batch, options)
-            if out.is_cuda:
-                torch.cuda.current_stream(out.device).synchronize()
-            self._attachment.check()
-            rows.computed(layer)
-            return shaped_like(tensors[0], out)
+        self._begin()
+        try:
+            with in_use([sequence._state for sequence in sequences]):
+                return self._run(attend, layer, sequences, num_tokens, tensors, options)
+        finally:
+            self._end()
+
+    def _run(
+        self,
+        attend: Attend,
+        layer: int,
+        sequences: Rows[SequenceView],
+        num_tokens: npt.ArrayLike | None,
+        tensors: tuple[TensorT, TensorT, TensorT | None],
+        options: AttentionOptions,
+    ) -> TensorT:
+        cache = self._views.layer(layer)
+        call = self._planner.plan(sequences, layer, num_tokens)
+        q, k, v = new_tokens(*tensors, self.layout, call.num_tokens)
+        check_options(options, q.shape[1], is_latent=cache.is_latent)
+        if not self.is_writable:
+            call.check_nothing_to_write()
+        if call.writes:
+            write_kv(cache, k, v, call.batch.slot_mapping)
+        out = attend(q, cache, call.batch, options)
+        if out.is_cuda:
+            torch.cuda.current_stream(out.device).synchronize()
+        self._attachment.check_session()
+        call.done(layer)
+        return shaped_like(tensors[0], out)
 
     # ---- the end
 
@@ -215,11 +219,11 @@ class PoolView:
         """
         if not self._attachment.is_here:
             return
-        with self._changed:
+        with self._lock:
             if self._is_closed:
                 return
             self._is_closed = True
-            self._changed.wait_for(lambda: not self._num_running)
+            self._is_idle.wait_for(lambda: not self._num_running)
         self._views.release()
         self._attachment.end()
         if self.client is not None:
@@ -236,18 +240,19 @@ class PoolView:
     ) -> None:
         self.close()
 
-    @contextmanager
-    def _running(self) -> Iterator[None]:
-        """A call that `close` waits for."""
-        with self._changed:
-            self.check()
+    def _begin(self) -> None:
+        """A call that `close` waits for. Raises as `check`, but for the daemon's end."""
+        with self._lock:
+            if self._is_closed:
+                raise FailedPreconditionError("the view is closed")
+            self._attachment.check_session()
             self._num_running += 1
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._num_running -= 1
-                self._changed.notify_all()
+
+    def _end(self) -> None:
+        with self._lock:
+            self._num_running -= 1
+            if self._is_closed:
+                self._is_idle.notify_all()
 
 
 def _map(attachment: Attachment) -> PoolViews:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import groupby, product
@@ -17,6 +18,7 @@ from itertools import groupby, product
 import torch
 
 from prefixcache.attention.device import default_device
+from prefixcache.bench.attached_cases import ATTACHED, PRIVATE, attached_case
 from prefixcache.bench.attention_cases import (
     CEILINGS,
     COPY,
@@ -178,14 +180,15 @@ def make_laps(device: str) -> Laps[KeyT]:
 def bench_attention(settings: AttentionSettings, progress: Progress) -> Report:
     start = time.perf_counter()
     progress("making tensors", 0.0)
-    runs = _runs(settings)
     laps: Laps[Key] = make_laps(settings.device)
-    run_rounds(
-        [partial(_time, laps, run.operation, run.key) for run in runs],
-        settings.rounds,
-        warmed_up=laps.clear,
-        on_round=partial(progress, "attention"),
-    )
+    with ExitStack() as opened:
+        runs = _runs(settings, make_cases(settings, opened))
+        run_rounds(
+            [partial(_time, laps, run.operation, run.key) for run in runs],
+            settings.rounds,
+            warmed_up=laps.clear,
+            on_round=partial(progress, "attention"),
+        )
     return Report(
         bench="attention",
         machine=machine_facts(),
@@ -195,7 +198,8 @@ def bench_attention(settings: AttentionSettings, progress: Progress) -> Report:
     )
 
 
-def make_cases(settings: AttentionSettings) -> list[Case]:
+def make_cases(settings: AttentionSettings, opened: ExitStack) -> list[Case]:
+    """opened: ends the daemons that some need."""
     heads, device = settings.heads, settings.device
     cases = [
         ceiling_case(settings.ceiling_dtype, settings.copy_bytes, settings.matmul_size, device)
@@ -203,6 +207,8 @@ def make_cases(settings: AttentionSettings) -> list[Case]:
     for sizes in settings.decodes:
         cases += [decode_case(heads, dtype, *sizes, device) for dtype in settings.dtypes]
         cases.append(quantized_case(heads, settings.dtypes[-1], *sizes, device))
+    sizes = settings.decodes[0]
+    cases += [attached_case(heads, dtype, *sizes, device, opened) for dtype in settings.dtypes]
     sizes, dtype = settings.latent_decode, settings.dtypes[-1]
     cases.append(latent_case(settings.latents, dtype, *sizes, device))
     for dtype in settings.dtypes:
@@ -214,9 +220,9 @@ def make_cases(settings: AttentionSettings) -> list[Case]:
     return cases
 
 
-def _runs(settings: AttentionSettings) -> list[Run]:
+def _runs(settings: AttentionSettings, cases: Iterable[Case]) -> list[Run]:
     runs = []
-    for case in make_cases(settings):
+    for case in cases:
         threads = settings.threads[-1:] if case.needs_all_threads else settings.threads
         for operation, count in product(case.operations, threads):
             runs.append(Run(Key(case.name, operation.name, case.dtype, count), operation))
@@ -263,6 +269,8 @@ def _time_row(settings: AttentionSettings, run: Run, laps: Laps[Key]) -> Row:
 
 
 def _time_target(settings: AttentionSettings, operation: Operation) -> Target | None:
+    if operation.name == ATTACHED:
+        return Target(1 / 0.95, of=PRIVATE)
     if settings.device == "cpu":
         return Target(2.0, of=READ) if operation.name == "decode" else None
     return Target(1 / 8, of="flat") if operation.name == "tree" else None

@@ -29,8 +29,6 @@ from prefixcache.rpc.status import from_status_message
 from prefixcache.storage.layout import Layout
 from prefixcache.storage.life_flag import LifeReader
 
-_ENDED = "the daemon has ended, or has cut the connection"
-
 
 @dataclass(frozen=True, slots=True)
 class AttachTerms:
@@ -87,17 +85,26 @@ class Attachment:
     def check(self) -> None:
         """Raises SessionLostError once the session, or the daemon, has ended.
 
-        Blocks are given to others only after it does: what was computed over blocks of the session
-        before a check that passes is right. Raises ForkedClientError in a child.
+        Raises ForkedClientError in a child.
+        """
+        self.check_session()
+        self.check_daemon()
+
+    def check_daemon(self) -> None:
+        """Raises SessionLostError once the daemon has ended. Of no meaning in a child."""
+        if not self._connection.is_open:
+            self.lease.lose("the daemon has ended, or has cut the connection")
+            self.lease.check()
+
+    def check_session(self) -> None:
+        """`check`, without the daemon, which gives no blocks to others once it has ended.
+
+        It gives them only after this raises: what was computed over blocks of the session before a
+        check that passes is right.
         """
         self._home.check()
-        self.lease.check()
-        if not self._connection.is_open:
-            self.lease.lose(_ENDED)
-        elif not self._life.is_set:
-            self.lease.lose("its session has ended")
-        else:
-            return
+        if not self._life.is_set:
+            self.lease.lose("the daemon has ended it")
         self.lease.check()
 
     def end(self) -> None:

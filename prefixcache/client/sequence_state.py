@@ -23,6 +23,7 @@ class SequenceState:
     computed tokens that are not committed yet.
     first_writable: K/V of positions below it are never written (they are somebody's hit).
     is_ending, num_view_calls: see `sequence_use`.
+    version: another one whenever anything but `computed` and `known` may have changed.
     """
 
     __slots__ = (
@@ -39,6 +40,7 @@ class SequenceState:
         "num_tokens",
         "num_view_calls",
         "sequence_id",
+        "version",
     )
 
     def __init__(
@@ -66,6 +68,7 @@ class SequenceState:
         self.first_writable = num_cached_blocks * block_size
         self.is_freed = self.is_ending = False
         self.num_view_calls = 0
+        self.version = 0
 
     def position(self, layer: int) -> int:
         """Where the layer's next call starts. A layer that does not exist starts at 0."""
@@ -89,6 +92,7 @@ class SequenceState:
             self._cut_computed(self.num_tokens + num_kv_valid)
         self.num_tokens += num_tokens
         self.num_lookahead_tokens = num_lookahead_tokens
+        self.version += 1
 
     def advanced(self, layer: int, position: int) -> None:
         """The daemon has computed the layer up to `position`."""
@@ -135,6 +139,7 @@ class SequenceState:
         self.known = [min(count, num_tokens) for count in self.known]
 
     def _drop_lookahead(self) -> None:
+        self.version += 1
         self.num_lookahead_tokens = 0
         del self.block_table[-(-self.num_tokens // self.block_size) :]
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from prefixcache.bench.attached_cases import ATTACHED, PRIVATE, attached_case
 from prefixcache.bench.attention import bench_attention, cpu_settings, gpu_settings, quick
 from prefixcache.bench.attention_cases import (
     Case,
@@ -116,3 +118,11 @@ def test_the_command_shows_one_thread_and_all_and_leaves_torchs_count(
     assert "GB/s" in text
     assert "GFLOP/s" in text
     assert len(cpu_settings().threads) <= 2
+
+
+def test_an_attached_view_computes_what_private_memory_gives() -> None:
+    with ExitStack() as opened:
+        case = attached_case(HEADS, "float32", 3, 10, "cpu", opened)
+        results = results_of(case), results_of(case)
+    for found in results:
+        assert torch.equal(found[ATTACHED], found[PRIVATE])
