@@ -80,6 +80,9 @@ def run(
         one = _Run(it.world, it.daemon, figures, rng, stalled_part)
         _fault_all(one, num_kills)
         count_calls(figures, it.world)
+        figures.calls = it.world.tally().marks(
+            "steps"
+        )  # Commits; their other calls are not counted
     figures.seconds = time.monotonic() - begin_s
     figures.notes.append(
         f"{len(one.digests)} contents of committed blocks, each with one digest of its K/V; "
