@@ -43,7 +43,7 @@ def test_writers_find_blocks_that_are_given_away_too_early(
 ) -> None:
     monkeypatch.setenv(VARIABLE, no_quarantine.__name__)
     program, rng = "tests.chaos.broken_daemon", random.Random(SEED)
-    figures = writers.run(tmp_path, rng, 15, stalled_part=1.0, program=program)
+    figures = writers.run(tmp_path, rng, 15, stall_every=1, program=program)
     assert figures.wrong > 0
 
 

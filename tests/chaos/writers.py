@@ -30,8 +30,8 @@ FEWEST = 20
 _TTL_S = 1.0
 _STALL_S = _TTL_S + 0.5
 """Longer than a session lives without a beat."""
-STALLED_PART = 0.3
-"""Of the writers; the rest is killed without having been stopped."""
+STALL_EVERY = 3
+"""Writers; the rest is killed without having been stopped."""
 _WRITES_S = (0.02, 0.4)
 """From a writer's first step to its fault."""
 _GOES_ON_S = 0.25
@@ -61,7 +61,7 @@ class _Run:
     daemon: DaemonProcess
     figures: Figures
     rng: random.Random
-    stalled_part: float
+    stall_every: int
     digests: dict[str, int] = field(default_factory=dict)
     most_quarantined: int = 0
 
@@ -70,14 +70,14 @@ def run(
     folder: Path,
     rng: random.Random,
     num_kills: int,
-    stalled_part: float = STALLED_PART,
+    stall_every: int = STALL_EVERY,
     program: str = CHECKED_DAEMON,
 ) -> Figures:
     """Without access control, under which only those attach who are granted it."""
     figures = Figures("writers", clients=CLIENTS)
     begin_s = time.monotonic()
     with served(folder, "cpu", rng, num_kills, program=program) as it:
-        one = _Run(it.world, it.daemon, figures, rng, stalled_part)
+        one = _Run(it.world, it.daemon, figures, rng, stall_every)
         _fault_all(one, num_kills)
         count_calls(figures, it.world)
         figures.calls = it.world.tally().marks(
@@ -124,7 +124,7 @@ def _start(one: _Run, row: int) -> _Victim:
     comes_back = rng.random() < 0.5
     life = attached.write_without_end
     client = start_client(life, one.world, row, rng.randrange(2**32), _TTL_S, comes_back)
-    stalls = rng.random() < one.stalled_part
+    stalls = row % one.stall_every == 0
     return _Victim(client, stalls, rng.uniform(*_WRITES_S), time.monotonic() + _START_S)
 
 
