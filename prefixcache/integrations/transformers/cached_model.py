@@ -10,11 +10,11 @@ import itertools
 from collections.abc import Iterator
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from transformers import PreTrainedModel
 
-from prefixcache.attached.pool_view import PoolView
 from prefixcache.client import Client
 from prefixcache.errors import FailedPreconditionError, InvalidArgumentError
 from prefixcache.integrations.transformers.attention import (
@@ -31,6 +31,9 @@ from prefixcache.integrations.transformers.generation import (
 )
 from prefixcache.integrations.transformers.rows import Row, commit_all, start_of
 from prefixcache.integrations.transformers.sampling import GREEDY, Sampling, own_stop_token_ids
+
+if TYPE_CHECKING:
+    from prefixcache.attached.pool_view import PoolView
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,16 +9,18 @@ from __future__ import annotations
 import hashlib
 import inspect
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PreTrainedModel
 
-from prefixcache.attached.pool_view import PoolView
 from prefixcache.client import ServerInfo
 from prefixcache.errors import FingerprintMismatchError, InvalidArgumentError, NoStorageError
 from prefixcache.storage.layout import KVLayout
 from prefixcache.storage.model_config import LAYOUT_KEYS, layout_from_keys
+
+if TYPE_CHECKING:
+    from prefixcache.attached.pool_view import PoolView
 
 _LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 _GROWING_ROPE = frozenset({"dynamic", "longrope"})
