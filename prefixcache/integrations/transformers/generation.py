@@ -12,12 +12,12 @@ One thread at a time.
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
 from contextlib import suppress
 from dataclasses import dataclass, field
+from time import monotonic, sleep
 from typing import Literal
 
 import torch
@@ -169,17 +169,17 @@ class Generation:
         """Whether another sequence, here or elsewhere, is computing what this one needs next."""
         if not self._client.lookup(request.token_ids).num_pending_tokens:
             return False
-        now = time.monotonic()
+        now = monotonic()
         self._pending_since = self._pending_since or now
         return now - self._pending_since < _WAIT_PENDING_S
 
     def _wait_for_room(self, error: NoRoomError | QuotaExceededError) -> None:
         """Nothing of this call holds any: only others can make room."""
-        now = time.monotonic()
+        now = monotonic()
         self._refused_since = self._refused_since or now
         if now - self._refused_since >= self._limits.wait_room_s:
             raise error
-        time.sleep(_LOOK_EVERY_S)
+        sleep(_LOOK_EVERY_S)
 
     # ---- a pass
 

@@ -396,7 +396,7 @@ def test_room_that_others_hold_is_waited_for(
             if len(waits) == 3:
                 held.free()
 
-        monkeypatch.setattr(generation.time, "sleep", sleep)
+        monkeypatch.setattr(generation, "sleep", sleep)
         made = tokens_of(cached_model(model, client), [prompt(17)], NEW)
     assert len(waits) == 3
     assert made == [plain.greedy(prompt(17), NEW)]
