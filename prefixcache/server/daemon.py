@@ -183,6 +183,10 @@ class Daemon:
         """`Attachments.lost_writers`."""
         return self.attachments.lost_writers() if self.attachments is not None else []
 
+    def num_attached(self, access: PoolAccess) -> int:
+        """Attachments to the memory, for reading or for writing."""
+        return self.attachments.count(access) if self.attachments is not None else 0
+
     def uptime_s(self) -> float:
         return self.clock() - self._started_s
 

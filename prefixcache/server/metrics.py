@@ -35,6 +35,7 @@ from prefixcache.server.arenas import Arenas
 from prefixcache.server.call_counts import CallCounts
 from prefixcache.server.daemon import Daemon
 from prefixcache.server.recorder import Recorder
+from prefixcache.types import PoolAccess
 
 PREFIX = "prefixcache_"
 
@@ -137,6 +138,7 @@ class DaemonCollector:
     def __init__(
         self, daemon: Daemon, call_counts: Mapping[str, CallCounts], recorder: Recorder | None
     ) -> None:
+        self._daemon = daemon
         self._sequences = daemon.sequences
         self._arenas = daemon.arenas
         self._call_counts = call_counts
@@ -159,6 +161,7 @@ class DaemonCollector:
             counts["referenced"] / counts["num_blocks"],
         )
         yield from _arena_metrics(self._arenas)
+        yield _attached_metric(self._daemon)
         yield from _age_metrics(ages)
         yield from _tenant_metrics(tenants)
         yield from events
@@ -188,6 +191,17 @@ def _filled(metric: Metric, family: Family, counts: Mapping[str, int]) -> Metric
     for value in family.values:
         labels = {family.label: value.label} if family.label else {}
         metric.add_sample(name, labels, counts[value.field])
+    return metric
+
+
+def _attached_metric(daemon: Daemon) -> Metric:
+    metric = GaugeMetricFamily(
+        PREFIX + "attached",
+        "Processes that have the pool's memory mapped, for reading or for writing.",
+        labels=("access",),
+    )
+    for access in (PoolAccess.READ, PoolAccess.WRITE):
+        metric.add_metric((access.name.lower(),), daemon.num_attached(access))
     return metric
 
 

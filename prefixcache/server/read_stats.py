@@ -15,15 +15,14 @@ def read_stats(daemon: Daemon, call_counts: Mapping[str, CallCounts]) -> PoolSta
     """Takes the core's lock. call_counts: by the RPC's name."""
     with daemon.sequences.lock:
         stats = daemon.sequences.stats()
-    attached = daemon.attachments
     return replace(
         stats,
         uptime_s=daemon.uptime_s(),
         arenas=len(daemon.arenas),
         arena_bytes=daemon.arenas.num_bytes,
         calls=read_calls(call_counts),
-        attached_readers=attached.count(PoolAccess.READ) if attached is not None else 0,
-        attached_writers=attached.count(PoolAccess.WRITE) if attached is not None else 0,
+        attached_readers=daemon.num_attached(PoolAccess.READ),
+        attached_writers=daemon.num_attached(PoolAccess.WRITE),
     )
 
 

@@ -13,6 +13,7 @@ from prefixcache import errors
 from prefixcache.attention.write_kv import write_kv
 from prefixcache.types import FullHit, PoolAccess
 from tests.attached.served import BLOCK_SIZE, KINDS, NUM_LAYERS, OPTIONS, Served, compute, serve
+from tests.support.scrape import scrape
 
 LAYERS = range(NUM_LAYERS)
 
@@ -388,6 +389,9 @@ def test_who_is_attached_is_counted(served: Served) -> None:
     assert {"attach", "attach_write"} <= set(client.server_info().capabilities)
     stats = client.stats()
     assert (stats.attached_readers, stats.attached_writers) == (1, 1)
+    scraped = scrape(served.running)
+    assert scraped["prefixcache_attached", {"access": "read"}] == 1
+    assert scraped["prefixcache_attached", {"access": "write"}] == 1
     reader.close()
     stats = client.stats()
     assert (stats.attached_readers, stats.attached_writers) == (0, 1)
