@@ -90,6 +90,13 @@ def test_a_second_request_finds_the_prompt_cached(endpoint: Endpoint) -> None:
         assert usage["prompt_tokens_details"]["cached_tokens"] == cached
 
 
+def test_cached_tokens_are_those_of_all_prompts(endpoint: Endpoint) -> None:
+    prompts = ["the first of two, 24 bytes", "its second, 16 by"]
+    for cached in (0, 24 + 16):
+        usage = endpoint.complete(prompts, max_tokens=2, n=2)["usage"]
+        assert usage["prompt_tokens_details"]["cached_tokens"] == cached
+
+
 def test_max_tokens_is_16_for_a_completion(endpoint: Endpoint) -> None:
     assert endpoint.complete("abc")["usage"]["completion_tokens"] == 16
 
@@ -152,6 +159,15 @@ def test_a_completion_in_parts(endpoint: Endpoint) -> None:
     assert len({event["id"] for event in events}) == 1
     assert all(event["object"] == "text_completion" for event in events)
     assert not any("usage" in event for event in events)
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_a_stream_says_why_it_ends_also_if_no_text_is_left(endpoint: Endpoint, path: str) -> None:
+    whole = plain_answer(HELLO_TEXT, 12)
+    body = {"prompt": HELLO_TEXT} if path == COMPLETIONS else {"messages": HELLO}
+    events = list(endpoint.stream(path, {**body, "temperature": 0, "stop": whole[5:7]}))
+    assert joined(events) == whole[: whole.index(whole[5:7])]
+    assert reasons(events) == ["stop"]
 
 
 def test_a_chat_in_parts_with_its_usage(endpoint: Endpoint) -> None:
