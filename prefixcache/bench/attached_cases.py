@@ -3,12 +3,15 @@
 The daemon is a process of its own, and idle. Both sides write the K/V of the new tokens and attend,
 over as many blocks of the same ids with the same content. The view's sequences are put back where
 they stood after each call, so every call is one of a layer in the middle of a step: what is made
-once a step is made.
+once a step is made. Where the system puts its pages makes one pool up to 10 % slower than another,
+so there are some pairs of a daemon and a private pool, which take turns.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from itertools import cycle
 
 import torch
 
@@ -18,15 +21,46 @@ from prefixcache.attention.decode import decode
 from prefixcache.attention.write_kv import write_kv
 from prefixcache.bench.attention_cases import Case, Heads, Operation, Pool
 from prefixcache.bench.children import daemon_process
+from prefixcache.storage.layout import DTYPE_BYTES
 from prefixcache.types import PLAIN_ATTENTION
 
 PRIVATE, ATTACHED = "decode on private memory", "decode through an attached view"
+NUM_PAIRS = 3
+
+_Decode = Callable[[], torch.Tensor]
 
 
 def attached_case(
     heads: Heads, dtype: str, num_sequences: int, context: int, device: str, opened: ExitStack
 ) -> Case:
-    """One new token of each of some sequences of one length. opened: ends the daemon."""
+    """One new token of each of some sequences of one length. opened: ends the daemons."""
+    sizes = num_sequences, context
+    pairs = [_pair(heads, dtype, *sizes, device, opened) for _ in range(NUM_PAIRS)]
+    elements = 2 * heads.num_kv_heads * heads.head_dim * num_sequences * context
+    num_bytes = elements * DTYPE_BYTES[dtype]
+    return Case(
+        f"Decode of {num_sequences} x {context:,} tokens, attached",
+        dtype,
+        (
+            Operation(PRIVATE, _in_turn([private for private, _ in pairs]), num_bytes),
+            Operation(ATTACHED, _in_turn([view for _, view in pairs]), num_bytes, beside=PRIVATE),
+        ),
+    )
+
+
+def _in_turn(calls: Sequence[_Decode]) -> _Decode:
+    turns = cycle(calls)
+
+    def call() -> torch.Tensor:
+        return next(turns)()
+
+    return call
+
+
+def _pair(
+    heads: Heads, dtype: str, num_sequences: int, context: int, device: str, opened: ExitStack
+) -> tuple[_Decode, _Decode]:
+    """The same decode on a pool of this process's own, and through a view of a new daemon's."""
     layout, last = heads.layout(dtype), context - 1
     num_blocks = num_sequences * -(-context // layout.block_size)
     target = opened.enter_context(
@@ -68,12 +102,4 @@ def attached_case(
             sequence._state.computed[0] = last
         return view.decode(0, sequences, q, k, v)
 
-    num_bytes = pool.kv_bytes(num_sequences * context)
-    return Case(
-        f"Decode of {num_sequences} x {context:,} tokens, attached",
-        dtype,
-        (
-            Operation(PRIVATE, on_private_memory, num_bytes),
-            Operation(ATTACHED, through_the_view, num_bytes, beside=PRIVATE),
-        ),
-    )
+    return on_private_memory, through_the_view
