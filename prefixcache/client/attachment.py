@@ -17,6 +17,7 @@ from prefixcache.client.lease import Lease
 from prefixcache.client.peer_connection import PeerAnswer, PeerConnection, PeerRefusedError
 from prefixcache.client.results import ServerInfo
 from prefixcache.errors import (
+    AttachDeniedError,
     FailedPreconditionError,
     InvalidArgumentError,
     NoStorageError,
@@ -129,6 +130,8 @@ def request_attachment(terms: AttachTerms, *, writable: bool) -> Attachment:
         raise InvalidArgumentError("session_ttl_s", "is None; only sessions can be attached")
     if not isinstance(terms.address, UnixAddress):
         raise InvalidArgumentError("target", "must be a Unix socket: memory is given to no other")
+    if "attach" not in info.capabilities:
+        raise AttachDeniedError("write" if writable else "read")
     request = attach_pb2.AttachRequest(session_id=lease.owner, writable=writable, token=terms.token)
     connection, answer = _ask(terms.address, request.SerializeToString())
     try:

@@ -331,5 +331,5 @@ def test_a_daemon_that_gives_no_memory_says_so() -> None:
     with serve("float32", attach=PoolAccess.NONE) as served:
         client = served.client()
         assert "attach" not in client.server_info().capabilities
-        with pytest.raises(errors.PrefixCacheError):
+        with pytest.raises(errors.AttachDeniedError):
             attach(client)
