@@ -120,7 +120,7 @@ def request_attachment(terms: AttachTerms, *, writable: bool) -> Attachment:
     """Ask the daemon for its memory: for a second at most.
 
     Raises NoStorageError, AttachDeniedError, SessionLostError, UnauthenticatedError,
-    UnavailableError, FailedPreconditionError for a daemon that gives nobody its memory, or
+    UnavailableError, FailedPreconditionError for a process that the daemon cannot watch, or
     InvalidArgumentError for a client without a session or not on a Unix socket.
     """
     info, lease = terms.info, terms.lease
