@@ -60,7 +60,8 @@ class PoolView:
     daemon's end is noticed when a step begins: what the rest of a step computes is right still.
 
     Many threads may use it at once, a sequence one at a time: while a call runs over it, its free,
-    append, truncate and fork raise SequenceBusyError. In a forked child it raises
+    append, truncate and fork raise SequenceBusyError, and so does a call while one of these is
+    under way, or has had no answer and was not made again. In a forked child it raises
     ForkedClientError, and the memory is not there.
 
     client: made for it by `attach`; None if it was the caller's.

@@ -49,6 +49,7 @@ from prefixcache.client.messages import Call, ResultT
 from prefixcache.client.opening import AsyncOpening
 from prefixcache.client.results import SequenceInfo, ServerInfo, SessionInfo
 from prefixcache.client.sequence_state import SequenceState
+from prefixcache.client.sequence_use import moving
 from prefixcache.client.tensors import TensorT
 from prefixcache.client.unanswered_steps import UnansweredSteps
 from prefixcache.core.stats import PoolStats
@@ -515,6 +516,7 @@ class AsyncClient:
         """For `prefixcache.attached`."""
         info = await self._ready(None)
         lease = await self._leased(None)
+        lease.is_attached = True
         return AttachTerms(info, lease, self._home, self._address, self._bearer.token)
 
     # ---- sending
@@ -528,7 +530,8 @@ class AsyncClient:
     ) -> ResultT:
         """lease: the owner of the sequences that the call is about."""
         await self._ready(timeout_s)
-        return await self._send(call, timeout_s, lease)
+        with moving(call.states, lease):
+            return await self._send(call, timeout_s, lease)
 
     async def _attend(
         self, call: AttentionCall[TensorT], timeout_s: float | None, lease: Lease

@@ -36,6 +36,8 @@ class Lease:
         self.ttl_s = ttl_s
         self._owner = owner
         self._boot_id = boot_id
+        self.is_attached = False
+        """A view computes over its sequences, or may soon (see `sequence_use`)."""
         self._cause: str | None = None
         self._lock = threading.Lock()
         self._call_numbers = count(1)

@@ -8,9 +8,9 @@ InvalidArgumentError before anything is sent, what only the daemon can judge is 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy.typing as npt
 
@@ -33,6 +33,9 @@ from prefixcache.types import (
     SequenceOrder,
 )
 
+if TYPE_CHECKING:
+    from prefixcache.client.sequence_state import SequenceState
+
 ResultT = TypeVar("ResultT")
 
 
@@ -46,6 +49,7 @@ class Call(Generic[ResultT]):
     request_ids: retry keys that the client made up for it. If no reply comes they are all that
     names the sequences that it may have made, so what they name is freed.
     goes_on: it is neither held up nor cancelled with the task that made it.
+    states: sequences that it may take blocks from; see `sequence_use`.
     """
 
     method: str
@@ -53,6 +57,7 @@ class Call(Generic[ResultT]):
     read: Callable[[Any], ResultT]
     request_ids: tuple[str, ...] = ()
     goes_on: bool = False
+    states: Sequence[SequenceState] = ()
 
 
 def new_owner() -> bytes:

@@ -21,7 +21,6 @@ from prefixcache.client.messages import Call, extra_keys_message, new_request_id
 from prefixcache.client.results import ServerInfo
 from prefixcache.client.row_errors import result_codes, row_error
 from prefixcache.client.sequence_state import SequenceState
-from prefixcache.client.sequence_use import begin_end, check_unused
 from prefixcache.errors import InvalidArgumentError
 from prefixcache.rpc.wire import column32, column64, read_column32, read_column64, twin
 from prefixcache.types import (
@@ -108,7 +107,6 @@ def append(
     extra_keys: Sequence[ExtraKeys | None] | None,
 ) -> Call[list[AppendResult]]:
     """One row a sequence; a row may be refused, which its result says."""
-    check_unused(states)
     check_distinct(states)
     check_length(tokens, "token_ids", states)
     token_ids, lengths = uint32_rows(tokens, "token_ids")
@@ -143,7 +141,7 @@ def append(
                 state.appended(length, num_valid, num_ahead, result)
         return results
 
-    return Call("Append", request, read)
+    return Call("Append", request, read, states=states)
 
 
 def append_one(
@@ -164,7 +162,7 @@ def append_one(
             raise row_error(result.code, state.sequence_id, position, free=reply.num_blocks_free)
         return result
 
-    return Call(batch.method, batch.request, read)
+    return Call(batch.method, batch.request, read, states=[state])
 
 
 def commit(
@@ -218,7 +216,6 @@ def fork(
     owner: bytes, state: SequenceState, num_children: int, request_ids: Sequence[str] | None
 ) -> Call[list[SequenceState]]:
     """request_ids: one a child; None for random ones, without which no repeat would be safe."""
-    check_unused([state])
     own_ids: tuple[str, ...] = ()
     if request_ids is None:
         request_ids = own_ids = tuple(new_request_id() for _ in range(num_children))
@@ -237,12 +234,11 @@ def fork(
         child_ids = read_column64(reply.sequence_ids).tolist()
         return state.forked([SequenceId(child_id) for child_id in child_ids])
 
-    return Call("Fork", request, read, own_ids)
+    return Call("Fork", request, read, own_ids, states=[state])
 
 
 def truncate(owner: bytes, state: SequenceState, num_tokens: int) -> Call[tuple[int, ...]]:
     """The length after the call; the reply names the block ids dropped."""
-    check_unused([state])
     request = twin("TruncateRequest")(
         owner=owner,
         sequence_id=state.sequence_id,
@@ -254,12 +250,11 @@ def truncate(owner: bytes, state: SequenceState, num_tokens: int) -> Call[tuple[
         state.truncated(num_tokens)
         return tuple(read_column32(reply.dropped_block_ids).tolist())
 
-    return Call("Truncate", request, read)
+    return Call("Truncate", request, read, states=[state])
 
 
 def free(owner: bytes, states: States) -> Call[list[ResultCode]]:
     """A sequence that the daemon does not know any more is as free as one that it frees now."""
-    begin_end(states)
 
     def read(reply: Any) -> list[ResultCode]:
         for state in states:
@@ -267,7 +262,7 @@ def free(owner: bytes, states: States) -> Call[list[ResultCode]]:
         return result_codes(reply.result_codes)
 
     request = twin("FreeRequest")(owner=owner, sequence_ids=sequence_ids(states))
-    return Call("Free", request, read, goes_on=True)
+    return Call("Free", request, read, goes_on=True, states=states)
 
 
 def gone(states: States) -> list[ResultCode]:

@@ -22,7 +22,7 @@ class SequenceState:
     known: those of them that the daemon knows of. They are fewer where an attached view has
     computed tokens that are not committed yet.
     first_writable: K/V of positions below it are never written (they are somebody's hit).
-    is_ending, num_view_calls: see `sequence_use`.
+    is_moving, num_view_calls: see `sequence_use`.
     version: another one whenever anything but `computed` and `known` may have changed.
     """
 
@@ -31,8 +31,8 @@ class SequenceState:
         "block_table",
         "computed",
         "first_writable",
-        "is_ending",
         "is_freed",
+        "is_moving",
         "known",
         "num_cached_tokens",
         "num_lookahead_tokens",
@@ -66,7 +66,7 @@ class SequenceState:
         self.computed = [num_cached_tokens] * num_layers
         self.known = self.computed[:]
         self.first_writable = num_cached_blocks * block_size
-        self.is_freed = self.is_ending = False
+        self.is_freed = self.is_moving = False
         self.num_view_calls = 0
         self.version = 0
 

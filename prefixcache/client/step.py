@@ -15,6 +15,7 @@ from prefixcache.client.lease import Lease, owner_of
 from prefixcache.client.messages import Call
 from prefixcache.client.results import ServerInfo
 from prefixcache.client.sequence_state import SequenceState, SequenceView
+from prefixcache.client.sequence_use import end_move
 from prefixcache.errors import (
     FailedPreconditionError,
     InternalError,
@@ -177,6 +178,13 @@ class Step(Generic[SequenceT]):
         return tuple(key for pending in self._allocates for key in pending.call.request_ids)
 
     @property
+    def moved_states(self) -> list[SequenceState]:
+        """Of its calls; see `Call.states`. None if no view computes over them."""
+        if not self._lease.is_attached:
+            return []
+        return [state for pending in self._batches.values() for state in pending.call.states]
+
+    @property
     def has_moved(self) -> bool:
         """Some sequence stands elsewhere than when it was added.
 
@@ -204,6 +212,7 @@ class Step(Generic[SequenceT]):
         for index, pending in enumerate(self._allocates):
             part = reply.allocates[index] if index < len(reply.allocates) else None
             self._give(pending, refused.get(("allocates", index)), part)
+        end_move(self.moved_states)
 
     def fail(self, error: PrefixCacheError) -> None:
         """No answer will come."""

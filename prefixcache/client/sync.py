@@ -44,6 +44,7 @@ from prefixcache.client.messages import Call, ResultT
 from prefixcache.client.opening import Opening
 from prefixcache.client.results import SequenceInfo, ServerInfo, SessionInfo
 from prefixcache.client.sequence_state import SequenceState
+from prefixcache.client.sequence_use import moving
 from prefixcache.client.sync_events import EventStream
 from prefixcache.client.sync_keeper import SessionKeeper
 from prefixcache.client.sync_sequence import Sequence
@@ -502,6 +503,7 @@ class Client:
         """For `prefixcache.attached`."""
         info = self._ready(None)
         lease = self._leased(None)
+        lease.is_attached = True
         return AttachTerms(info, lease, self._home, self._address, self._bearer.token)
 
     # ---- sending
@@ -515,7 +517,8 @@ class Client:
     ) -> ResultT:
         """lease: the owner of the sequences that the call is about."""
         self._ready(timeout_s)
-        return self._send(call, timeout_s, lease)
+        with moving(call.states, lease):
+            return self._send(call, timeout_s, lease)
 
     def _attend(
         self, call: AttentionCall[TensorT], timeout_s: float | None, lease: Lease

@@ -13,6 +13,7 @@ from typing import Any, Generic
 from prefixcache.client.lease import Lease
 from prefixcache.client.results import ServerInfo
 from prefixcache.client.sequence_state import SequenceState
+from prefixcache.client.sequence_use import begin_move
 from prefixcache.client.step import SequenceT, Step
 from prefixcache.errors import FailedPreconditionError, PrefixCacheError
 
@@ -50,6 +51,7 @@ class UnansweredSteps(Generic[SequenceT]):
             raise FailedPreconditionError("the step was made by another stream")
         if step.has_moved or not self._sequence_ids.isdisjoint(step.sequence_ids):
             raise FailedPreconditionError("a sequence has had another call since it was added")
+        begin_move(step.moved_states)
         request = step.request()
         step.was_sent = True
         self._steps.append(step)

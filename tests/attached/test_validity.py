@@ -17,7 +17,7 @@ from prefixcache import AsyncClient, Client, errors
 from prefixcache.attached import attach, attach_async, pool_view
 from prefixcache.attached.pool_view import PoolView
 from prefixcache.client import Sequence
-from prefixcache.types import PoolAccess
+from prefixcache.types import PoolAccess, ResultCode
 from tests.attached.served import KINDS, NUM_LAYERS, OPTIONS, Served, compute, serve
 from tests.support.gate import held
 from tests.support.waiting import until
@@ -124,20 +124,65 @@ def test_nothing_is_written_to_a_sequence_that_was_freed(served: Served) -> None
     assert torch.equal(served.spans, before)
 
 
-def test_nothing_is_written_to_a_sequence_whose_end_has_no_answer(served: Served) -> None:
-    """The daemon may have freed it, and has given its blocks to others then."""
+UNANSWERED: dict[str, Callable[[Sequence, float], object]] = {
+    "free": lambda sequence, timeout_s: sequence.free(timeout_s=timeout_s),
+    "truncate": lambda sequence, timeout_s: sequence.truncate(5, timeout_s=timeout_s),
+    "append": lambda sequence, timeout_s: sequence.append([1], timeout_s=timeout_s),
+}
+
+
+@pytest.mark.parametrize("move", UNANSWERED)
+def test_nothing_is_written_while_it_is_not_known_whose_blocks_they_are(
+    served: Served, move: str
+) -> None:
+    """The daemon may have given some of them to others."""
     client, view = served.attached()
     sequence = client.sequence(range(11))
     view.prefill(0, [sequence], [11], *served.tensors(11), OPTIONS)
     before = served.spans.clone()
     with served.running.daemon.sequences.lock, pytest.raises(errors.DeadlineExceededError):
-        sequence.free(timeout_s=0.05)
-    assert not sequence.is_freed
-    with pytest.raises(errors.SequenceNotFoundError):
-        view.prefill(1, [sequence], [11], *served.tensors(11), OPTIONS)
+        UNANSWERED[move](sequence, 0.05)
+    with pytest.raises(errors.SequenceBusyError):
+        view.prefill(1, [sequence], [5], *served.tensors(5), OPTIONS)
     assert torch.equal(served.spans, before)
-    sequence.free()
-    assert sequence.is_freed
+    UNANSWERED[move](sequence, 20.0)
+    if move != "free":
+        view.prefill(1, [sequence], [5], *served.tensors(5), OPTIONS)
+
+
+def test_a_call_that_was_refused_stands_in_no_views_way(served: Served) -> None:
+    client, view = served.attached()
+    sequence = client.sequence(range(11))
+    with pytest.raises(errors.InvalidArgumentError):
+        sequence.truncate(0)
+    with pytest.raises((errors.NoRoomError, errors.ExceedsPoolError)):
+        sequence.append(range(200))
+    assert len(compute(view, sequence, served.steps(11))) == NUM_LAYERS
+
+
+def test_a_step_under_way_and_a_views_call_exclude_each_other(served: Served) -> None:
+    client, view = served.attached()
+    sequence = client.sequence(range(11))
+    with client.steps() as steps, held(pool_view, "write_kv") as gate:
+        step = steps.new_step()
+        step.append([sequence], [[5]])
+        arguments = (0, [sequence], [11], *served.tensors(11), OPTIONS)
+        running = threading.Thread(target=view.prefill, args=arguments)
+        running.start()
+        gate.wait()
+        with pytest.raises(errors.SequenceBusyError):
+            steps.send(step)
+        gate.release()
+        running.join()
+        step = steps.new_step()
+        appended = step.append([sequence], [[5]])
+        with served.running.daemon.sequences.lock:
+            steps.send(step)
+            with pytest.raises(errors.SequenceBusyError):
+                view.prefill(1, [sequence], [11], *served.tensors(11), OPTIONS)
+        steps.wait(step)
+        assert appended.result()[0].code is ResultCode.OK
+    view.prefill(1, [sequence], [12], *served.tensors(12), OPTIONS)
 
 
 def test_blocks_of_a_live_sequence_are_not_evicted_under_a_reader(served: Served) -> None:
