@@ -60,18 +60,18 @@ class Engine:
     def append(
         self, owner: bytes, batch: AppendBatch, order: CallOrder | None = None, account: int = 0
     ) -> AppendedBatch:
-        """`Sequences.append`, with the copies made before it returns.
+        """`RowCalls.append`, with the copies made before it returns.
 
         order: as for `LiveSequences.take_turn`, in every call.
         """
         with self._sequences.lock:
             self._sequences.live.take_turn(owner, order)
-            appended = self._sequences.append(owner, batch, account)
+            appended = self._sequences.rows.append(owner, batch, account)
             ticket = None
             if appended.copy_sources:
                 has_copies = np.frombuffer(appended.num_copies, dtype=np.uint32) > 0
                 copied = np.frombuffer(batch.sequence_ids, dtype="<u8")[has_copies]
-                ticket = self._sequences.begin_copies(owner, copied.tolist())
+                ticket = self._sequences.running.begin_copies(owner, copied.tolist())
         if ticket is not None:
             try:
                 spans = self.memory.spans
@@ -83,7 +83,7 @@ class Engine:
                 )
             finally:
                 with self._sequences.lock:
-                    self._sequences.end_copies(ticket)
+                    self._sequences.running.end_copies(ticket)
         return appended
 
     def prefill(
@@ -102,7 +102,7 @@ class Engine:
         `[T, Hq, D]`, k `[T, Hkv, D]` and v `[T, Hkv, Dv]`, of the layout's dtype; v is None for
         latent K/V, which need a scale. Returns out `[T, Hq, Dv]`; in the memory `out`, of as many
         bytes, if that is given.
-        Raises InvalidArgumentError and the errors of `Sequences.begin_attention`; nothing has
+        Raises InvalidArgumentError and the errors of `RunningCalls.begin_attention`; nothing has
         been written then.
         """
         return self._attend(prefill, owner, layer, columns, tensors, options, order, out)
@@ -142,7 +142,7 @@ class Engine:
         v = None if tensors[2] is None else self._to_device(tensors[2])
         with self._sequences.lock:
             self._sequences.live.take_turn(owner, order)
-            ticket = self._sequences.begin_attention(owner, layer, *columns)
+            ticket = self._sequences.running.begin_attention(owner, layer, *columns)
         written = False
         try:
             batch = self._batches.batch_for(
@@ -158,7 +158,7 @@ class Engine:
             written = True
         finally:
             with self._sequences.lock:
-                self._sequences.end_attention(ticket, written=written)
+                self._sequences.running.end_attention(ticket, written=written)
         return result
 
     def _attended(

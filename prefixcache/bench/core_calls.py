@@ -111,7 +111,7 @@ class CacheUnderTest:
         allocate_key, commit_key = self._key("allocate, new", tokens), self._key("commit", tokens)
         reply = self._laps.time(allocate_key, lambda: sequences.allocate(self._owner, "", prompt))
         row = CommitRow(reply.sequence_id, 0, tokens)
-        self._laps.time(commit_key, lambda: sequences.commit(self._owner, [row]))
+        self._laps.time(commit_key, lambda: sequences.rows.commit(self._owner, [row]))
         self._laps.add_sum(self._key(ALLOCATE_COMMIT, tokens), allocate_key, commit_key)
         self._free(tokens, [reply.sequence_id])
 
@@ -134,9 +134,9 @@ class CacheUnderTest:
         commits = [CommitRow(one.sequence_id, one.num_tokens, 1) for one in batch]
         append_key = self._key("append, 1 token a row", rows=count)
         commit_key = self._key("commit, 1 token a row", rows=count)
-        appended = self._laps.time(append_key, lambda: sequences.append(owner, rows))
+        appended = self._laps.time(append_key, lambda: sequences.rows.append(owner, rows))
         assert set(appended.result_codes) == {ResultCode.OK}
-        self._laps.time(commit_key, lambda: sequences.commit(owner, commits))
+        self._laps.time(commit_key, lambda: sequences.rows.commit(owner, commits))
         self._laps.add_sum(self._key(APPEND_COMMIT, rows=count), append_key, commit_key)
         for one in batch:
             one.num_tokens += 1
@@ -146,7 +146,9 @@ class CacheUnderTest:
         sequences = self._sequences
         reply = sequences.allocate(self._owner, "", sequences.prepare(token_ids, NO_EXTRA_KEYS))
         first = reply.num_cached_tokens
-        sequences.commit(self._owner, [CommitRow(reply.sequence_id, first, len(token_ids) - first)])
+        sequences.rows.commit(
+            self._owner, [CommitRow(reply.sequence_id, first, len(token_ids) - first)]
+        )
         if not keep:
             sequences.free(self._owner, [reply.sequence_id])
         return reply.sequence_id

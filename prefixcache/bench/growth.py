@@ -156,7 +156,7 @@ class FullPool:
     def _serve_new(self, prompt: Prompt) -> int:
         reply = self._sequences.allocate(self._owner, "", prompt)
         row = CommitRow(reply.sequence_id, 0, len(prompt.token_ids))
-        self._sequences.commit(self._owner, [row])
+        self._sequences.rows.commit(self._owner, [row])
         self._sequences.free(self._owner, [reply.sequence_id])
         return reply.num_cached_tokens
 
@@ -195,8 +195,8 @@ class Crowd:
             self._lengths[one] += 1
 
     def _decode(self, appends: AppendBatch, commits: list[CommitRow]) -> None:
-        self._sequences.append(self._owner, appends)
-        self._sequences.commit(self._owner, commits)
+        self._sequences.rows.append(self._owner, appends)
+        self._sequences.rows.commit(self._owner, commits)
 
     def _come_and_go(self, prompts: list[Prompt]) -> None:
         for prompt in prompts:
@@ -208,7 +208,7 @@ class Crowd:
     def _start(self, prompt: Prompt) -> int:
         reply = self._sequences.allocate(self._owner, "", prompt)
         row = CommitRow(reply.sequence_id, 0, len(prompt.token_ids))
-        self._sequences.commit(self._owner, [row])
+        self._sequences.rows.commit(self._owner, [row])
         return reply.sequence_id
 
 

@@ -89,7 +89,7 @@ def _fill(num_blocks: int, block_size: int, algorithm: str) -> Sequences:
     for count in _parts(num_blocks, _BLOCKS_A_PROMPT):
         token_ids = prompts.next()[: count * block_size]
         reply = sequences.allocate(owner, "", sequences.prepare(token_ids, NO_EXTRA_KEYS))
-        sequences.commit(owner, [CommitRow(reply.sequence_id, 0, len(token_ids))])
+        sequences.rows.commit(owner, [CommitRow(reply.sequence_id, 0, len(token_ids))])
         sequences.free(owner, [reply.sequence_id])
     return sequences
 

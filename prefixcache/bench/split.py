@@ -174,7 +174,7 @@ class InProcessClient:
         token_ids = Prompts(num_tokens).next()
         sequence_id = self.allocate(self.owner, token_ids).sequence_id
         with self.sequences.lock:
-            self.sequences.commit(self.owner, [CommitRow(sequence_id, 0, num_tokens)])
+            self.sequences.rows.commit(self.owner, [CommitRow(sequence_id, 0, num_tokens)])
         self.free(self.owner, sequence_id)
         return token_ids
 
@@ -249,7 +249,7 @@ class AppendSubject:
 
     def _append(self, batch: AppendBatch) -> object:
         with self._client.sequences.lock:
-            return self._client.sequences.append(self._client.core_owner, batch)
+            return self._client.sequences.rows.append(self._client.core_owner, batch)
 
     def undo(self, made: object) -> None:
         pass

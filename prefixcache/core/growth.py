@@ -1,7 +1,7 @@
 """How one sequence grows, shrinks and becomes findable: append, truncate, copy-on-write, commit.
 
 Functions over one `Sequence` and the pool. Each checks everything, then changes; a refusal
-leaves no trace. They do not know owners, batches or repeats: `prefixcache.core.sequences` does.
+leaves no trace. They do not know owners, batches or repeats: their callers do.
 Not thread-safe: the core's lock guards them.
 """
 
@@ -18,17 +18,10 @@ from prefixcache.core.extra_keys import (
 from prefixcache.core.hashing import BlockHashes, Chain, Hasher, hash_blocks
 from prefixcache.core.pool import Pool
 from prefixcache.core.quota import check_quota
-from prefixcache.core.sequence import (
-    AppendRow,
-    AttentionRow,
-    Sequence,
-    uint32_array,
-)
+from prefixcache.core.sequence import AppendRow, Sequence, uint32_array
 from prefixcache.errors import (
-    BeyondTokensError,
     ExceedsPoolError,
     NoRoomError,
-    SequenceBusyError,
     WrongPositionError,
 )
 from prefixcache.types import AppendResult, BlockCopy, BlockIds, ResultCode
@@ -141,30 +134,6 @@ def commit(pool: Pool, sequence: Sequence, num_computed: int) -> None:
 def check_position(sequence: Sequence, given: int, expected: int) -> None:
     if given != expected:
         raise WrongPositionError(sequence.sequence_id, given, expected)
-
-
-def attention_row(
-    sequence: Sequence, layer: int, start: int, num_tokens: int, block_size: int
-) -> AttentionRow:
-    """What an attention call of one layer may do with a sequence. Changes nothing.
-
-    Raises SequenceBusyError, WrongPositionError or BeyondTokensError. The layer's last
-    applied call once more gets a row that writes nothing.
-    """
-    if sequence.is_copying or layer in sequence.running_layers:
-        raise SequenceBusyError(sequence.sequence_id)
-    computed, end = sequence.computed[layer], start + num_tokens
-    first_writable = sequence.first_writable
-    is_repeat = computed == end and sequence.last_attention_start.get(layer) == start
-    if is_repeat:
-        first_writable = end
-    else:
-        check_position(sequence, start, computed)
-        limit = len(sequence.token_ids) + sequence.num_lookahead_tokens
-        if end > limit:
-            raise BeyondTokensError(sequence.sequence_id, end, limit)
-    blocks = sequence.blocks(0, -(-end // block_size))
-    return AttentionRow(sequence, start, num_tokens, first_writable, blocks, is_repeat)
 
 
 def stop_registering(sequence: Sequence) -> None:

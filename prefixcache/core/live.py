@@ -246,6 +246,10 @@ class LiveSequences:
         self._pending.end(sequence)
         self.bury_if_idle(sequence)
 
+    def close_session(self, session_id: bytes) -> int:
+        """`end_session` for an id. Raises SessionNotFoundError."""
+        return self.end_session(self.sessions.find(session_id))
+
     def end_session(self, session: Session) -> int:
         """End a session and its sequences, those with a running call too; returns how many."""
         self.sessions.remove(session)
@@ -258,7 +262,11 @@ class LiveSequences:
         return len(sequences)
 
     def end_writer(self, attachment: int) -> int:
-        """Nobody writes through an attachment any more; returns how many blocks that frees."""
+        """The process behind an attachment has ended, or has no mapping any more.
+
+        Frees what it alone could still write to, and returns how many blocks that are. Live
+        sessions of the attachment go on without it. One that is not known is no error.
+        """
         for session in self.sessions:
             session.attachments.discard(attachment)
         for sequence in self._dying.values():

@@ -1,6 +1,6 @@
-"""The record of one live sequence, and the requests and tickets of the calls on it.
+"""The record of one live sequence, and the requests of the calls on it.
 
-A `Sequence` is changed only by `prefixcache.core.sequences` and `growth`, under the core's lock.
+A `Sequence` is changed only by modules of the core, under its lock.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import numpy as np
 from prefixcache.core.hashing import Chain
 from prefixcache.types import (
     NO_EXTRA_KEYS,
-    BlockCopy,
     BlockIds,
     CacheUse,
     CommitResult,
@@ -54,38 +53,6 @@ class CommitRow(NamedTuple):
     sequence_id: int
     start_position: int
     num_computed_tokens: int
-
-
-class AttentionRow(NamedTuple):
-    """One sequence's part of a running attention call, a copy that stays valid while it runs.
-
-    Tokens `[start_position, start_position + num_tokens)` attend; K/V of those at or after
-    `first_writable` are written.
-    """
-
-    sequence: Sequence
-    start_position: int
-    num_tokens: int
-    first_writable: int
-    block_table: BlockIds
-    is_repeat: bool
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionTicket:
-    """A running attention call: its blocks stay until `end_attention` takes it back."""
-
-    owner: bytes
-    layer: int
-    rows: tuple[AttentionRow, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class CopyTicket:
-    """Copy-on-write under way: the sequences stay still until `end_copies` takes it back."""
-
-    sequences: tuple[Sequence, ...]
-    copies: tuple[BlockCopy, ...]
 
 
 @dataclass(eq=False, slots=True)
@@ -159,6 +126,15 @@ class Sequence:
     def blocks(self, start: int = 0, end: int | None = None) -> BlockIds:
         """A copy of a part of the block table."""
         return np.frombuffer(self.block_table[start:end], dtype=np.int32)
+
+    def note_applied(self, call: tuple[object, ...], reply: object) -> None:
+        """A state call is done, and a repeat of it can be answered."""
+        before = self.last_call
+        is_step = call[0] == "append" and before is not None and before[0] == "commit"
+        self.commit_before = (before, self.last_reply) if is_step and before else None
+        self.last_call = call
+        self.last_reply = reply
+        self.last_attention_start.clear()
 
     def child(
         self, sequence_id: SequenceId, serial: int, request_id: str, now_s: float

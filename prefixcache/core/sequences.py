@@ -1,11 +1,12 @@
-"""The calls of the block manager: every RPC on sequences ends here.
+"""The block manager: how sequences begin, fork, are cut and end, and what operators ask.
 
-Owns the counters; `LiveSequences` owns who lives, the pool owns the blocks. Knows no K/V memory:
-with storage, `prefixcache.engine` runs attention and copies between the `begin_*` and `end_*`
-calls here. Input is checked by the servicer; this module checks state.
+Owns the counters, and joins the parts that other calls go to: `rows` has Append and Commit,
+`running` what runs outside the lock, `live` says who lives, with its `sessions`, and the pool owns
+the blocks. Knows no K/V memory. Input is checked by the servicer; here state is.
 
-Not thread-safe: whoever calls holds `lock` around each call (`prepare` needs none). A call that
-raises, and a row that is refused, leaves everything as it was but for the counters of refusals.
+Not thread-safe: whoever calls it or a part holds `lock` around each call (`prepare` needs none). A
+call that raises, and a row that is refused, leaves everything as it was but for the counters of
+refusals.
 """
 
 from __future__ import annotations
@@ -19,48 +20,32 @@ import numpy as np
 
 from prefixcache.core import growth
 from prefixcache.core.admission import Plan, admit_prompt, plan_prompt
-from prefixcache.core.append_batch import AppendBatch, AppendedBatch
 from prefixcache.core.explain import Explainer
-from prefixcache.core.form import FORM
 from prefixcache.core.hashing import Hasher
 from prefixcache.core.holders import LargestHolders
 from prefixcache.core.live import LiveSequences
 from prefixcache.core.pending import PendingBlocks, Waiter
 from prefixcache.core.pool import Pool
+from prefixcache.core.progress import Progress
 from prefixcache.core.recent_keys import RecentKeys
-from prefixcache.core.sequence import (
-    AppendRow,
-    AttentionTicket,
-    CommitRow,
-    CopyTicket,
-    Prompt,
-    Sequence,
-    uint32_array,
-)
-from prefixcache.core.sessions import Session, SessionLimits, is_session_id
+from prefixcache.core.row_calls import RowCalls
+from prefixcache.core.running_calls import RunningCalls
+from prefixcache.core.sequence import Prompt, Sequence, uint32_array
+from prefixcache.core.sessions import SessionLimits
 from prefixcache.core.stats import Counters, PoolStats
 from prefixcache.core.tenants import TenantQuota, Tenants
 from prefixcache.errors import (
-    BeyondTokensError,
     BlocksInUseError,
     ExceedsPoolError,
     InvalidArgumentError,
     NoRoomError,
     NotComputedError,
-    PrefixCacheError,
     QuotaExceededError,
     RequestIdConflictError,
-    SequenceBusyError,
-    SequenceNotFoundError,
-    StorageOwnedError,
-    WrongPositionError,
 )
 from prefixcache.types import (
     AllocateResult,
-    AppendResult,
-    BlockCopy,
     CacheUse,
-    CommitResult,
     Explanation,
     ExtraKeys,
     FullHit,
@@ -70,25 +55,8 @@ from prefixcache.types import (
     TokenIds,
 )
 
-_native_append_batch: Callable[..., AppendedBatch] | None = None
-_native_commit_rows: Callable[..., list[CommitResult]] | None = None
-if FORM == "native":
-    from prefixcache.core.native.append import append_batch
-    from prefixcache.core.native.commit import commit_rows
-
-    _native_append_batch, _native_commit_rows = append_batch, commit_rows
-
 _MIN_BLOCKS_OF_GUESS = 512
 """The walk along fewer blocks takes less than 0.1 ms, for which others can wait."""
-_RESULT_CODES: dict[type[PrefixCacheError], ResultCode] = {
-    SequenceNotFoundError: ResultCode.NOT_FOUND,
-    WrongPositionError: ResultCode.WRONG_POSITION,
-    SequenceBusyError: ResultCode.BUSY,
-    NoRoomError: ResultCode.NO_ROOM,
-    ExceedsPoolError: ResultCode.EXCEEDS_POOL,
-    BeyondTokensError: ResultCode.BEYOND_TOKENS,
-    QuotaExceededError: ResultCode.QUOTA_EXCEEDED,
-}
 
 
 class Sequences:
@@ -130,6 +98,18 @@ class Sequences:
         self._holders = LargestHolders(self.live, clock)
         self._recent_keys = RecentKeys()
         self._explainer = Explainer(pool, self.live, hasher, self._recent_keys)
+        progress = Progress(pool, self.pending, self.counters)
+        self.running = RunningCalls(pool, self.live, progress)
+        self.rows = RowCalls(
+            pool,
+            hasher,
+            self.live,
+            self.pending,
+            progress,
+            self._recent_keys,
+            self.counters,
+            self.tenants,
+        )
 
     def set_tenants(self, quotas: Iterable[TenantQuota]) -> None:
         """`Tenants.apply`; each has its share of the sessions, and of the owners without, too."""
@@ -200,7 +180,7 @@ class Sequences:
             return self._repeated_allocate(earlier, call, prompt)
         self.live.check_can_add(owner, 1, account)
 
-        chain, num_tokens = prompt.chain, len(prompt.token_ids)
+        chain, num_tokens, size = prompt.chain, len(prompt.token_ids), self.pool.block_size
         try:
             admitted = admit_prompt(
                 self.pool,
@@ -238,7 +218,7 @@ class Sequences:
             num_prompt_tokens=num_tokens,
             num_cached_tokens=num_cached_tokens,
             num_cached_blocks=num_hits,
-            first_writable=num_hits * self.pool.block_size,
+            first_writable=num_hits * size,
             registers=registers,
             last_attention_start={},
             created_at_s=self._clock(),
@@ -248,11 +228,12 @@ class Sequences:
         self.live.add(sequence)
         self._recent_keys.note(prompt.extra_keys)
         self.pending.begin(sequence, hashes)
-        self._count_allocation(sequence, num_hits, resumed)
+        reads = cache_use.reads and self._caching
+        self.counters.count_allocation(sequence, size, reads=reads, resumed=resumed)
         reply = AllocateResult(
             sequence.sequence_id, num_cached_tokens, num_hits, block_ids, num_pending_tokens
         )
-        self._applied(sequence, call, reply)
+        sequence.note_applied(call, reply)
         if self._on_allocated is not None:
             self._on_allocated(prompt, cache_use, resumed)
         return reply
@@ -285,120 +266,7 @@ class Sequences:
         last = growth.num_blocks_of(num_tokens, self.pool.block_size) - 1
         return self.pending.wait(owner, prompt.chain.hashes[last], wake)
 
-    # ---- growth
-
-    def append(self, owner: bytes, batch: AppendBatch, account: int = 0) -> AppendedBatch:
-        """Append each row in turn; one that is refused is unchanged and the rest go on.
-
-        account: for which the blocks that are free after the batch are counted.
-
-        With storage the caller makes the copies, between `begin_copies` (under the same lock) and
-        `end_copies`.
-        """
-        self.live.touch(owner)
-        if _native_append_batch is not None:
-            return _native_append_batch(
-                self.pool,
-                self.hasher,
-                self.live.by_id,
-                owner,
-                batch,
-                self._append_row,
-                self._begin_appended,
-                account,
-            )
-        results = [self._append_row(owner, row) for row in batch.rows()]
-        return AppendedBatch.of(results, self.pool.num_available(account))
-
-    def _append_row(self, owner: bytes, row: AppendRow) -> AppendResult:
-        call = (
-            "append",
-            row.start_position,
-            len(row.token_ids),
-            row.num_kv_valid,
-            row.num_lookahead_tokens,
-            row.extra_keys,
-        )
-        sequence = None
-        try:
-            sequence = self.live.idle(owner, row.sequence_id)
-            if sequence.last_call == call and sequence.has_tokens(
-                row.start_position, row.token_ids
-            ):
-                repeated: AppendResult = sequence.last_reply
-                return repeated
-            growth.check_position(sequence, row.start_position, sequence.num_tokens)
-            reply = growth.append(self.pool, self.hasher, sequence, row)
-        except PrefixCacheError as error:
-            if sequence and isinstance(error, (NoRoomError, ExceedsPoolError, QuotaExceededError)):
-                self.counters.append_refused += 1
-                self.tenants.count_refusal(sequence.account)
-            return AppendResult(_RESULT_CODES[type(error)])
-        self._applied(sequence, call, reply)
-        if row.extra_keys:
-            self._recent_keys.note(sequence.extra_keys)
-        if len(row.token_ids) >= self.pool.block_size:
-            self._begin_appended(sequence)
-        if row.num_kv_valid:
-            self._commit(sequence, sequence.num_computed)
-        return reply
-
-    def _begin_appended(self, sequence: Sequence) -> None:
-        """A block's tokens or more were appended at once: others may be about to do the same."""
-        self.pending.begin(sequence, bytes(sequence.hashes))
-
-    def begin_copies(self, owner: bytes, sequence_ids: Iterable[int]) -> CopyTicket:
-        """Keep sequences still while their pending copies run outside the lock.
-
-        sequence_ids: those that an `append` has just applied to, a repeat or not; only copies
-        that have not been made yet are pending.
-        """
-        sequences = [self.live.find(owner, sequence_id) for sequence_id in sequence_ids]
-        pending = tuple(sequence for sequence in sequences if sequence.copy_holds)
-        copies: list[BlockCopy] = []
-        for sequence in pending:
-            sequence.is_copying = True
-            copies += sequence.last_reply.copies
-        return CopyTicket(pending, tuple(copies))
-
-    def end_copies(self, ticket: CopyTicket) -> None:
-        """The copies are done: their sources need no hold any more."""
-        for sequence in ticket.sequences:
-            sequence.is_copying = False
-            if self.live.is_alive(sequence):
-                growth.release_copy_holds(self.pool, sequence)
-            self.live.bury_if_idle(sequence)
-
-    def commit(self, owner: bytes, rows: Iterable[CommitRow]) -> list[CommitResult]:
-        """The client itself has written K/V of all layers up to a position."""
-        self.live.touch(owner)
-        if _native_commit_rows is not None:
-            results: list[CommitResult] = _native_commit_rows(
-                self.pool.block_size, self.counters, self.live.by_id, owner, rows, self._commit_row
-            )
-            return results
-        return [self._commit_row(owner, row) for row in rows]
-
-    def _commit_row(self, owner: bytes, row: CommitRow) -> CommitResult:
-        call = ("commit", row.start_position, row.num_computed_tokens)
-        try:
-            sequence = self.live.idle(owner, row.sequence_id)
-            if sequence.last_call == call:
-                repeated: CommitResult = sequence.last_reply
-                return repeated
-            if sequence.commit_before is not None and sequence.commit_before[0] == call:
-                return sequence.commit_before[1]
-            growth.check_position(sequence, row.start_position, sequence.num_computed)
-            end = row.start_position + row.num_computed_tokens
-            if end > sequence.num_tokens:
-                raise BeyondTokensError(row.sequence_id, end, sequence.num_tokens)
-        except PrefixCacheError as error:
-            return CommitResult(_RESULT_CODES[type(error)])
-        growth.release_copy_holds(self.pool, sequence)
-        self._advance_all(sequence, end)
-        reply = CommitResult(ResultCode.OK, sequence.num_cached_blocks)
-        self._applied(sequence, call, reply)
-        return reply
+    # ---- sequences
 
     def fork(
         self, owner: bytes, sequence_id: int, num_tokens: int, request_ids: list[str]
@@ -434,7 +302,7 @@ class Sequences:
             )
             self.live.add(child)
             children.append(child.sequence_id)
-        self._applied(parent, call, tuple(children))
+        parent.note_applied(call, tuple(children))
         return children
 
     def truncate(
@@ -459,7 +327,7 @@ class Sequences:
             )
         dropped = growth.truncate(self.pool, sequence, num_tokens_after)
         self.pending.cut(sequence, num_tokens_after // self.pool.block_size)
-        self._applied(sequence, call, dropped)
+        sequence.note_applied(call, dropped)
         return dropped
 
     def free(
@@ -479,97 +347,6 @@ class Sequences:
             return ResultCode.NOT_FOUND
         self.live.end(sequence)
         return ResultCode.OK
-
-    # ---- attention
-
-    def begin_attention(
-        self,
-        owner: bytes,
-        layer: int,
-        sequence_ids: list[int],
-        start_positions: list[int],
-        num_tokens: list[int],
-    ) -> AttentionTicket:
-        """Check a whole batch, then hold its sequences until `end_attention`.
-
-        A repeat of the last applied call of the layer gets a row that writes nothing. Raises
-        SequenceNotFoundError, SequenceBusyError, WrongPositionError, BeyondTokensError, or
-        InvalidArgumentError for an id that stands twice.
-        """
-        self.live.touch(owner)
-        if len(set(sequence_ids)) < len(sequence_ids):
-            raise InvalidArgumentError("sequence_ids", "holds one sequence twice")
-        size = self.pool.block_size
-        rows = tuple(
-            growth.attention_row(self.live.find(owner, sequence_id), layer, start, count, size)
-            for sequence_id, start, count in zip(
-                sequence_ids, start_positions, num_tokens, strict=True
-            )
-        )
-        for row in rows:
-            sequence = row.sequence
-            growth.release_copy_holds(self.pool, sequence)
-            sequence.last_call = sequence.last_reply = sequence.commit_before = None
-            sequence.running_layers.add(layer)
-        return AttentionTicket(owner, layer, rows)
-
-    def end_attention(self, ticket: AttentionTicket, *, written: bool) -> None:
-        """Take a batch back. `written`: its K/V are in place, so the layer has advanced."""
-        self.live.call_ended(ticket.owner)
-        for row in ticket.rows:
-            sequence = row.sequence
-            sequence.running_layers.discard(ticket.layer)
-            alive = self.live.is_alive(sequence)
-            if written and alive and not row.is_repeat:
-                sequence.last_attention_start[ticket.layer] = row.start_position
-                self._advance(sequence, ticket.layer, row.start_position + row.num_tokens)
-            self.live.bury_if_idle(sequence)
-
-    # ---- sessions
-
-    def open_session(
-        self, ttl_s: float, client_name: str, request_id: str = "", tenant: str = ""
-    ) -> Session:
-        """`Sessions.open`; its id is the owner of what is allocated in it."""
-        return self.live.sessions.open(ttl_s, client_name, request_id, tenant)
-
-    def close_session(self, session_id: bytes) -> int:
-        """End a session and its sequences; returns how many. Raises SessionNotFoundError."""
-        return self.live.end_session(self.live.sessions.find(session_id))
-
-    # ---- writers outside
-
-    def attach(self, session_id: bytes, attachment: int) -> None:
-        """The process behind an attachment may write to a session's blocks itself, from now on.
-
-        If the session then ends, unasked or closed, its blocks that were not committed are
-        quarantined until `release_quarantine` of all its attachments: some thread of the process
-        may be in the middle of a write. A client that frees or cuts a sequence has stopped writing
-        to it before it says so, and one that detaches before it closes the session has altogether:
-        that quarantines nothing.
-
-        attachment: a number of the caller's, for one process, that it never uses again; may be
-        attached to many sessions. Raises SessionNotFoundError.
-        """
-        session = self.live.sessions.renew(session_id)
-        session.attachments.add(attachment)
-        session.writes_itself = True
-
-    def check_writes_itself(self, owner: bytes) -> None:
-        """Its client has, or had, an attachment: only then does it know what is in the blocks.
-
-        Raises StorageOwnedError, or SessionNotFoundError for a session that has ended.
-        """
-        if not is_session_id(owner) or not self.live.sessions.find(owner).writes_itself:
-            raise StorageOwnedError
-
-    def release_quarantine(self, attachment: int) -> int:
-        """The process behind an attachment has ended, or has no mapping any more.
-
-        Frees what it alone could still write to, and returns how many blocks that are. Live
-        sessions of the attachment go on without it. One that is not known is no error.
-        """
-        return self.live.end_writer(attachment)
 
     # ---- operators
 
@@ -658,54 +435,3 @@ class Sequences:
             raise RequestIdConflictError(sequence.request_id)
         reply: AllocateResult = sequence.last_reply
         return reply
-
-    def _count_allocation(self, sequence: Sequence, num_hit_blocks: int, resumed: bool) -> None:
-        counters, num_tokens = self.counters, sequence.num_tokens
-        reads = sequence.cache_use.reads and self._caching
-        if resumed:
-            counters.resumed_requests += 1
-            if reads:
-                counters.resumed_queries_tokens += num_tokens
-                counters.resumed_hit_tokens += sequence.num_cached_tokens
-        else:
-            counters.requests += 1
-            if reads:
-                counters.queries_tokens += num_tokens
-                counters.hit_tokens += sequence.num_cached_tokens
-                counters.queries_blocks += num_tokens // self.pool.block_size
-                counters.hit_blocks += num_hit_blocks
-        counters.prefill_tokens_cached += sequence.num_cached_tokens
-
-    def _applied(self, sequence: Sequence, call: tuple[object, ...], reply: object) -> None:
-        """A state call is done, and a repeat of it can be answered."""
-        before = sequence.last_call
-        is_step = call[0] == "append" and before is not None and before[0] == "commit"
-        sequence.commit_before = (before, sequence.last_reply) if is_step and before else None
-        sequence.last_call = call
-        sequence.last_reply = reply
-        sequence.last_attention_start.clear()
-
-    def _advance(self, sequence: Sequence, layer: int, position: int) -> None:
-        computed = sequence.computed
-        before, computed[layer] = computed[layer], position
-        num_computed = min(computed)
-        # The least of all layers was that of this one, or is what it is now.
-        self._complete(sequence, min(before, num_computed), num_computed)
-
-    def _advance_all(self, sequence: Sequence, position: int) -> None:
-        before = sequence.num_computed
-        sequence.computed = [max(count, position) for count in sequence.computed]
-        self._complete(sequence, before, sequence.num_computed)
-
-    def _complete(self, sequence: Sequence, before: int, num_computed: int) -> None:
-        """before: tokens with K/V in all layers until now."""
-        prompt_end = sequence.num_prompt_tokens
-        if before < prompt_end:
-            self.counters.prefill_tokens_computed += min(num_computed, prompt_end) - before
-        self._commit(sequence, num_computed)
-
-    def _commit(self, sequence: Sequence, num_computed: int) -> None:
-        start, registers = sequence.num_cached_blocks, sequence.registers
-        growth.commit(self.pool, sequence, num_computed)
-        if sequence.num_cached_blocks > start or sequence.registers != registers:
-            self.pending.advance(sequence, start)

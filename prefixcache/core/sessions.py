@@ -25,6 +25,7 @@ from prefixcache.errors import (
     OvertakenError,
     RequestIdConflictError,
     SessionNotFoundError,
+    StorageOwnedError,
     TooManySessionsError,
 )
 
@@ -189,6 +190,30 @@ class Sessions:
         if order.number <= session.settled:
             raise OvertakenError(order.number, session.settled)
         session.settled = max(session.settled, order.settled)
+
+    def attach(self, session_id: bytes, attachment: int) -> None:
+        """The process behind an attachment may write to a session's blocks itself, from now on.
+
+        If the session then ends, unasked or closed, its blocks that were not committed are
+        quarantined until `LiveSequences.end_writer` of all its attachments: some thread of the
+        process may be in the middle of a write. A client that frees or cuts a sequence has stopped
+        writing to it before it says so, and one that detaches before it closes the session has
+        altogether: that quarantines nothing.
+
+        attachment: a number of the caller's, for one process, that it never uses again; may be
+        attached to many sessions. Raises SessionNotFoundError.
+        """
+        session = self.renew(session_id)
+        session.attachments.add(attachment)
+        session.writes_itself = True
+
+    def check_writes_itself(self, owner: bytes) -> None:
+        """Its client has, or had, an attachment: only then does it know what is in the blocks.
+
+        Raises StorageOwnedError, or SessionNotFoundError for a session that has ended.
+        """
+        if not is_session_id(owner) or not self.find(owner).writes_itself:
+            raise StorageOwnedError
 
     def connect(self, session_id: bytes) -> int:
         """A KeepAlive stream of the session is there, in place of any other; its number.

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from prefixcache.core.sequence import Sequence
+
 
 @dataclass(slots=True)
 class Counters:
@@ -32,6 +34,25 @@ class Counters:
     prefill_tokens_computed: int = 0
     """Prompt tokens that all layers have computed, each position once; hits are no part of it."""
     prefill_tokens_cached: int = 0
+
+    def count_allocation(
+        self, sequence: Sequence, block_size: int, *, reads: bool, resumed: bool
+    ) -> None:
+        """A new sequence was allocated. reads: its prompt was looked for in the cache."""
+        num_tokens = sequence.num_tokens
+        if resumed:
+            self.resumed_requests += 1
+            if reads:
+                self.resumed_queries_tokens += num_tokens
+                self.resumed_hit_tokens += sequence.num_cached_tokens
+        else:
+            self.requests += 1
+            if reads:
+                self.queries_tokens += num_tokens
+                self.hit_tokens += sequence.num_cached_tokens
+                self.queries_blocks += num_tokens // block_size
+                self.hit_blocks += sequence.num_cached_blocks
+        self.prefill_tokens_cached += sequence.num_cached_tokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -114,7 +114,7 @@ class InProcessTarget:
         return Admission(True, found.num_cached_blocks, num_cached)
 
     def commit(self) -> None:
-        self._sequences.commit(self._owner, [self._commit_row])
+        self._sequences.rows.commit(self._owner, [self._commit_row])
 
     def free(self) -> None:
         self._sequences.free(self._owner, [self._commit_row.sequence_id])

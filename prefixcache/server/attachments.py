@@ -135,7 +135,7 @@ class Attachments:
             session = self._sequences.live.sessions.renew(session_id)
             if access is PoolAccess.WRITE:
                 connection.on_process_end(end)
-                self._sequences.attach(session_id, number)
+                self._sequences.live.sessions.attach(session_id, number)
             else:
                 connection.on_end(end)
             session.on_end[number] = flag.clear
@@ -155,7 +155,7 @@ class Attachments:
             attachment.session.on_end.pop(attachment.number, None)
             if attachment.access is PoolAccess.READ:
                 return
-            num_freed = self._sequences.release_quarantine(attachment.number)
+            num_freed = self._sequences.live.end_writer(attachment.number)
         if num_freed:
             _log.info(
                 "a writer without a session has ended, its blocks are free",

@@ -147,7 +147,7 @@ class CacheService:
         else:
             with self._sequences.lock:
                 self._sequences.live.take_turn(owner, order)
-                appended = self._sequences.append(owner, batch, self._account_of(caller))
+                appended = self._sequences.rows.append(owner, batch, self._account_of(caller))
         return _AppendResponse(
             result_codes=column32(appended.result_codes),
             num_new_blocks=column32(appended.num_new_blocks),
@@ -166,8 +166,8 @@ class CacheService:
         with self._sequences.lock:
             self._sequences.live.take_turn(owner, order)
             if self._daemon.engine is not None:
-                self._sequences.check_writes_itself(owner)
-            results = self._sequences.commit(owner, rows)
+                self._sequences.live.sessions.check_writes_itself(owner)
+            results = self._sequences.rows.commit(owner, rows)
         return _CommitResponse(
             result_codes=column32([result.code for result in results]),
             num_cached_blocks=column32([result.num_cached_blocks for result in results]),

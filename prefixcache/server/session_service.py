@@ -38,7 +38,7 @@ class SessionService:
         if self._daemon.is_draining:
             raise DrainingError
         with self._sequences.lock:
-            session = self._sequences.open_session(
+            session = self._sequences.live.sessions.open(
                 request.ttl_s, request.client_name, request_id, caller.tenant
             )
         return session_pb2.OpenSessionResponse(
@@ -55,5 +55,5 @@ class SessionService:
     ) -> session_pb2.CloseSessionResponse:
         session_id = checks.session_id(request.session_id, caller)
         with self._sequences.lock:
-            num_sequences = self._sequences.close_session(session_id)
+            num_sequences = self._sequences.live.close_session(session_id)
         return session_pb2.CloseSessionResponse(num_sequences=num_sequences)

@@ -12,7 +12,6 @@ import pytest
 
 from prefixcache.core import growth
 from prefixcache.core.hashing import Hasher
-from prefixcache.core.sequences import Sequences
 from prefixcache.core.sessions import Sessions
 from prefixcache.types import NO_EXTRA_KEYS
 from tests.chaos import checked_daemon
@@ -48,13 +47,13 @@ def sessions_without_end(patch: pytest.MonkeyPatch) -> None:
 
 def no_quarantine(patch: pytest.MonkeyPatch) -> None:
     """What a writer that stands still may still write to is given to others."""
-    attach = Sequences.attach
+    attach = Sessions.attach
 
-    def attach_unnoticed(self: Sequences, session_id: bytes, attachment: int) -> None:
+    def attach_unnoticed(self: Sessions, session_id: bytes, attachment: int) -> None:
         attach(self, session_id, attachment)
-        self.live.sessions.find(session_id).attachments.clear()
+        self.find(session_id).attachments.clear()
 
-    patch.setattr(Sequences, "attach", attach_unnoticed)
+    patch.setattr(Sessions, "attach", attach_unnoticed)
 
 
 SOAKED = (leak, wrong_hits, sessions_without_end)

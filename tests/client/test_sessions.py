@@ -350,7 +350,7 @@ def test_steps_of_a_lost_session_say_so(client_kind):
         row, made = step.append([sequence], [[2]]), step.sequence([3])
         with running.daemon.sequences.lock:
             (lease,) = list(running.daemon.sequences.live.sessions)
-            running.daemon.sequences.close_session(lease.session_id)
+            running.daemon.sequences.live.close_session(lease.session_id)
         steps.run(step)
         for result in (row, made):
             with pytest.raises(SessionLostError):

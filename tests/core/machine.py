@@ -377,7 +377,9 @@ class BlockManagerMachine(SessionRules, RuleBasedStateMachine):
 
         def step() -> None:
             result = self.both_rows(
-                lambda: self.sequences.append(self.real(owner), AppendBatch.of([row])).results(),
+                lambda: self.sequences.rows.append(
+                    self.real(owner), AppendBatch.of([row])
+                ).results(),
                 lambda: self.model.append(
                     owner, sequence.name, start, tokens, kv_valid, lookahead, keys
                 ),
@@ -394,7 +396,7 @@ class BlockManagerMachine(SessionRules, RuleBasedStateMachine):
 
     def start_copies(self, owner: bytes, sequence: ModelSequence) -> None:
         """With storage the daemon copies at once; `finish_copies` ends that."""
-        ticket = self.sequences.begin_copies(self.real(owner), [self.ids[sequence.name]])
+        ticket = self.sequences.running.begin_copies(self.real(owner), [self.ids[sequence.name]])
         copies = self.model.begin_copies(owner, sequence.name)
         assert [(copy.source, copy.destination) for copy in ticket.copies] == copies
         self.copying.append((ticket, sequence.name if copies else 0))
@@ -403,7 +405,7 @@ class BlockManagerMachine(SessionRules, RuleBasedStateMachine):
     @rule()
     def finish_copies(self) -> None:
         for ticket, name in self.copying:
-            self.sequences.end_copies(ticket)
+            self.sequences.running.end_copies(ticket)
             if name:
                 self.model.end_copies(name)
         self.copying = []
@@ -522,7 +524,7 @@ class BlockManagerMachine(SessionRules, RuleBasedStateMachine):
         self, owner: bytes, layer: int, names: list[int], starts: list[int], counts: list[int]
     ) -> None:
         result = self.both(
-            lambda: self.sequences.begin_attention(
+            lambda: self.sequences.running.begin_attention(
                 self.real(owner), layer, [self.ids[name] for name in names], starts, counts
             ),
             lambda: self.model.begin_attention(owner, layer, names, starts, counts),
@@ -545,7 +547,7 @@ class BlockManagerMachine(SessionRules, RuleBasedStateMachine):
         if number < 0:
             return
         ticket, columns = self.attention.pop(number)
-        self.sequences.end_attention(ticket, written=written)
+        self.sequences.running.end_attention(ticket, written=written)
         self.model.end_attention(*columns, written=written)
 
     @rule(
@@ -594,7 +596,7 @@ class BlockManagerMachine(SessionRules, RuleBasedStateMachine):
     def commit_range(self, owner: bytes, sequence: ModelSequence, start: int, count: int) -> None:
         row = CommitRow(self.ids[sequence.name], start, count)
         result = self.both_rows(
-            lambda: self.sequences.commit(self.real(owner), [row]),
+            lambda: self.sequences.rows.commit(self.real(owner), [row]),
             lambda: self.model.commit(owner, sequence.name, start, count),
         )
         if result is not None:
@@ -697,7 +699,7 @@ class BlockManagerMachine(SessionRules, RuleBasedStateMachine):
         self.those_that_wait_have_something_to_wait_for()
         assert not self.waiters
         for process in self.processes:
-            self.sequences.release_quarantine(process)
+            self.sequences.live.end_writer(process)
         assert self.sequences.pool.num_free == self.sequences.pool.num_blocks
         assert self.sequences.stats().sequences == 0
 

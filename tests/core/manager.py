@@ -17,7 +17,8 @@ from prefixcache.core.append_batch import AppendBatch
 from prefixcache.core.events import EventLog
 from prefixcache.core.hashing import HASH_ALGORITHMS, HashAlgorithm, Hasher
 from prefixcache.core.pool import Pool
-from prefixcache.core.sequence import AppendRow, AttentionTicket, CommitRow
+from prefixcache.core.running_calls import AttentionTicket
+from prefixcache.core.sequence import AppendRow, CommitRow
 from prefixcache.core.sequences import Sequences
 from prefixcache.core.sessions import SessionLimits
 from prefixcache.errors import PrefixCacheError
@@ -130,7 +131,7 @@ class Manager:
         """Everything up to a position, all tokens by default, is computed."""
         start = self.computed(held)
         end = held.num_tokens if until is None else until
-        (result,) = self.sequences.commit(
+        (result,) = self.sequences.rows.commit(
             held.owner, [CommitRow(held.sequence_id, start, end - start)]
         )
         check_invariants(self.sequences)
@@ -155,7 +156,7 @@ class Manager:
             lookahead,
             extra_keys,
         )
-        (result,) = self.sequences.append(held.owner, AppendBatch.of([row])).results()
+        (result,) = self.sequences.rows.append(held.owner, AppendBatch.of([row])).results()
         check_invariants(self.sequences)
         if result.code is ResultCode.OK and start is None:
             held.num_tokens += len(tokens)
@@ -203,10 +204,10 @@ class Manager:
             for one, start in zip(held, starts, strict=True)
         ]
         ids = [one.sequence_id for one in held]
-        return self.sequences.begin_attention(held[0].owner, layer, ids, starts, counts)
+        return self.sequences.running.begin_attention(held[0].owner, layer, ids, starts, counts)
 
     def end(self, ticket: AttentionTicket, *, written: bool = True) -> None:
-        self.sequences.end_attention(ticket, written=written)
+        self.sequences.running.end_attention(ticket, written=written)
         check_invariants(self.sequences)
 
     def attend(self, *held: Held, num_tokens: int | None = None) -> None:

@@ -57,7 +57,7 @@ class SessionRules:
     def open_session(self, slot: bytes, ttl_s: float, request_id: str) -> None:
         def step() -> None:
             result = self.both(
-                lambda: self.sequences.open_session(ttl_s, "a client", request_id),
+                lambda: self.sequences.live.sessions.open(ttl_s, "a client", request_id),
                 lambda: self.model.open_session(ttl_s, "a client", request_id),
             )
             if result is not None:
@@ -92,7 +92,7 @@ class SessionRules:
 
         def step() -> None:
             result = self.both(
-                lambda: self.sequences.close_session(self.real(name)),
+                lambda: self.sequences.live.close_session(self.real(name)),
                 lambda: self.model.close_session(name),
             )
             if result is not None:
@@ -105,7 +105,7 @@ class SessionRules:
         name, process = self.owner_in(slot), self.processes[writer]
         self.repeatable(
             lambda: self.both(
-                lambda: self.sequences.attach(self.real(name), process),
+                lambda: self.sequences.live.sessions.attach(self.real(name), process),
                 lambda: self.model.attach(name, process),
             )
         )
@@ -120,10 +120,10 @@ class SessionRules:
         """Another one takes its place, with a number of its own."""
         process = self.processes[writer]
         self.processes[writer] = max(self.processes) + 1
-        freed = self.sequences.release_quarantine(process)
+        freed = self.sequences.live.end_writer(process)
         self.num_released += freed
         assert freed == self.model.end_process(process)
-        assert self.sequences.release_quarantine(process) == 0
+        assert self.sequences.live.end_writer(process) == 0
 
     def sessions_agree(self) -> None:
         sessions = self.sequences.live.sessions

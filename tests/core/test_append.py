@@ -47,7 +47,7 @@ def test_rows_of_append_go_in_order_and_one_that_does_not_fit_stops_no_other() -
             for held, count in ((first, 1), (second, 5), (third, 1))
         ]
     )
-    results = manager.sequences.append(ONE, batch).results()
+    results = manager.sequences.rows.append(ONE, batch).results()
     check_invariants(manager.sequences)
     assert [row.code for row in results] == [ResultCode.OK, ResultCode.NO_ROOM, ResultCode.OK]
     assert manager.table(second) == second.table

@@ -68,7 +68,7 @@ def test_columns_that_do_not_fit_together_change_nothing(column: str, data: byte
     batch = AppendBatch.of(rows)._replace(**{column: data})
     before = snapshot(manager.sequences)
     with pytest.raises(ValueError):
-        manager.sequences.append(ONE, batch)
+        manager.sequences.rows.append(ONE, batch)
     assert snapshot(manager.sequences) == before
 
 
@@ -101,7 +101,7 @@ def test_rows_of_every_kind_in_one_batch_are_as_they_are_alone() -> None:
         _, child = forked(manager)
         held = [manager.allocate([*T(5), index]) for index in range(3)]
         repeated = AppendRow(held[2].sequence_id, 6, np.array(U(2), dtype=np.uint32))
-        manager.sequences.append(ONE, AppendBatch.of([repeated]))
+        manager.sequences.rows.append(ONE, AppendBatch.of([repeated]))
         tokens = np.array(U(3), dtype=np.uint32)
         rows = [
             AppendRow(held[0].sequence_id, 6, tokens),
@@ -112,7 +112,7 @@ def test_rows_of_every_kind_in_one_batch_are_as_they_are_alone() -> None:
             AppendRow(manager.allocate(T(1)).sequence_id, 1, np.empty(0, dtype=np.uint32)),
         ]
         batches = [rows] if together else [[row] for row in rows]
-        appended = [manager.sequences.append(ONE, AppendBatch.of(batch)) for batch in batches]
+        appended = [manager.sequences.rows.append(ONE, AppendBatch.of(batch)) for batch in batches]
         check_invariants(manager.sequences)
         assert appended[-1].num_blocks_free == manager.pool.num_free
         outcomes.append([result for batch in appended for result in batch.results()])

@@ -43,7 +43,7 @@ def test_attention_goes_on_after_a_commit_and_a_commit_after_attention() -> None
     manager.attend(held, num_tokens=2)
     assert manager.record(held).computed == [7, 7]
     manager.commit(held, 8)
-    again = manager.sequences.begin_attention
+    again = manager.sequences.running.begin_attention
     refused(manager, WrongPositionError, lambda: again(held.owner, 0, [held.sequence_id], [7], [1]))
     manager.attend(held)
     assert manager.hit(T(12)) == 11
@@ -53,10 +53,12 @@ def test_a_repeated_commit_is_answered_again_but_not_after_attention() -> None:
     manager = Manager(4, num_layers=2)
     held = manager.allocate(T(12))
     row = CommitRow(held.sequence_id, 0, 6)
-    first, again = (manager.sequences.commit(held.owner, [row])[0] for _ in range(2))
+    first, again = (manager.sequences.rows.commit(held.owner, [row])[0] for _ in range(2))
     assert first == again == CommitResult(OK, 1)
     manager.attend(held, num_tokens=1)
-    assert manager.sequences.commit(held.owner, [row]) == [CommitResult(ResultCode.WRONG_POSITION)]
+    assert manager.sequences.rows.commit(held.owner, [row]) == [
+        CommitResult(ResultCode.WRONG_POSITION)
+    ]
 
 
 def test_the_recomputed_token_of_a_full_hit_is_committed_and_registers_nothing() -> None:
@@ -79,7 +81,7 @@ def test_a_batch_of_commits_has_a_result_a_row() -> None:
         CommitRow(long.sequence_id, 0, 9),
         CommitRow(long.sequence_id, 0, 1),
     ]
-    assert manager.sequences.commit(short.owner, rows) == [
+    assert manager.sequences.rows.commit(short.owner, rows) == [
         CommitResult(OK, 0),
         CommitResult(ResultCode.BEYOND_TOKENS),
         CommitResult(OK, 2),

@@ -145,7 +145,7 @@ def test_the_index_never_holds_more_than_the_pool_and_memory_stays_flat() -> Non
                     np.array([number, number, 1, 2], dtype=np.uint32), ExtraKeys()
                 ),
             )
-            manager.sequences.commit(ONE, [CommitRow(held.sequence_id, 0, 4)])
+            manager.sequences.rows.commit(ONE, [CommitRow(held.sequence_id, 0, 4)])
             manager.sequences.free(ONE, [held.sequence_id])
 
     fill_many(0, 500)

@@ -32,7 +32,7 @@ def holders(manager: Manager) -> list[tuple[object, object, object]]:
 def test_the_three_with_the_most_blocks_are_named_largest_first() -> None:
     manager = Manager(16)
     assert manager.allocate(T(4), owner=ONE)
-    named = manager.sequences.open_session(60.0, "engine 3").session_id
+    named = manager.sequences.live.sessions.open(60.0, "engine 3").session_id
     manager.allocate(U(12), owner=named)
     manager.allocate(A(8), owner=TWO)
     second = manager.allocate(C(4), owner=named)

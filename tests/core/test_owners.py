@@ -26,13 +26,13 @@ def test_a_sequence_answers_only_its_owner() -> None:
     before = snapshot(manager.sequences)
     assert manager.sequences.free(TWO, [held.sequence_id]) == [ResultCode.NOT_FOUND]
     assert manager.append(stranger, [1], start=6).code is ResultCode.NOT_FOUND
-    assert manager.sequences.commit(TWO, [CommitRow(held.sequence_id, 6, 0)])[0].code is (
+    assert manager.sequences.rows.commit(TWO, [CommitRow(held.sequence_id, 6, 0)])[0].code is (
         ResultCode.NOT_FOUND
     )
     for call in (
         lambda: manager.sequences.fork(TWO, held.sequence_id, 6, [""]),
         lambda: manager.sequences.truncate(TWO, held.sequence_id, 6, 5),
-        lambda: manager.sequences.begin_attention(TWO, 0, [held.sequence_id], [6], [0]),
+        lambda: manager.sequences.running.begin_attention(TWO, 0, [held.sequence_id], [6], [0]),
     ):
         with pytest.raises(SequenceNotFoundError):
             call()
@@ -120,8 +120,8 @@ def test_repeats_of_state_calls_are_answered_again_and_change_nothing() -> None:
     commit = CommitRow(held.sequence_id, 0, 6)
     append = AppendBatch.of([AppendRow(held.sequence_id, 6, np.array(U(5), dtype=np.uint32))])
     calls = (
-        lambda: manager.sequences.commit(ONE, [commit]),
-        lambda: manager.sequences.append(ONE, append),
+        lambda: manager.sequences.rows.commit(ONE, [commit]),
+        lambda: manager.sequences.rows.append(ONE, append),
         lambda: manager.sequences.truncate(ONE, held.sequence_id, 11, 7),
     )
     for call in calls:
@@ -137,9 +137,9 @@ def test_the_commit_before_an_append_is_answered_again_with_it(num_committed: in
     held = manager.allocate(T(6))
     commit = CommitRow(held.sequence_id, 0, num_committed)
     append = AppendBatch.of([AppendRow(held.sequence_id, 6, np.array(U(5), dtype=np.uint32))])
-    first = manager.sequences.commit(ONE, [commit]), manager.sequences.append(ONE, append)
+    first = manager.sequences.rows.commit(ONE, [commit]), manager.sequences.rows.append(ONE, append)
     before = snapshot(manager.sequences)
-    again = manager.sequences.commit(ONE, [commit]), manager.sequences.append(ONE, append)
+    again = manager.sequences.rows.commit(ONE, [commit]), manager.sequences.rows.append(ONE, append)
     assert again == first
     assert snapshot(manager.sequences) == before
 
@@ -159,10 +159,10 @@ def test_the_commit_before_an_append_is_forgotten_with_the_call_after_it(call) -
     manager = Manager(12)
     held = manager.allocate(T(6))
     commit = CommitRow(held.sequence_id, 0, 6)
-    manager.sequences.commit(ONE, [commit])
+    manager.sequences.rows.commit(ONE, [commit])
     manager.append(held, [], lookahead=1)
     call(manager, held)
-    (result,) = manager.sequences.commit(ONE, [commit])
+    (result,) = manager.sequences.rows.commit(ONE, [commit])
     assert result.code is ResultCode.WRONG_POSITION
 
 
@@ -186,7 +186,7 @@ def test_a_state_call_and_an_attention_call_end_the_repeats_of_one_another() -> 
     refused(
         manager,
         WrongPositionError,
-        lambda: manager.sequences.begin_attention(ONE, 0, [held.sequence_id], [0], [6]),
+        lambda: manager.sequences.running.begin_attention(ONE, 0, [held.sequence_id], [0], [6]),
     )
 
 
@@ -195,7 +195,7 @@ def test_commit_beyond_the_tokens_or_elsewhere_is_refused() -> None:
     held = manager.allocate(T(6), num_lookahead_tokens=2)
     before = snapshot(manager.sequences)
     rows = [CommitRow(held.sequence_id, start, count) for start, count in ((0, 7), (1, 2))]
-    codes = [row.code for row in manager.sequences.commit(ONE, rows)]
+    codes = [row.code for row in manager.sequences.rows.commit(ONE, rows)]
     assert codes == [ResultCode.BEYOND_TOKENS, ResultCode.WRONG_POSITION]
     assert snapshot(manager.sequences) == before
 
@@ -225,7 +225,9 @@ CALLS_OF_AN_OWNER = {
     "fork": lambda manager, held: manager.fork(held),
     "truncate": lambda manager, held: manager.truncate(held, 5),
     "free": lambda manager, held: manager.free(held),
-    "attention": lambda manager, held: manager.sequences.begin_attention(ONE, 0, [], [], []),
+    "attention": lambda manager, held: manager.sequences.running.begin_attention(
+        ONE, 0, [], [], []
+    ),
 }
 
 
@@ -270,6 +272,6 @@ def test_late_calls_on_an_expired_sequence_touch_no_new_owner() -> None:
     before = snapshot(manager.sequences)
     assert manager.free(late) == [ResultCode.NOT_FOUND]
     with pytest.raises(SequenceNotFoundError):
-        manager.sequences.begin_attention(ONE, 0, [late.sequence_id], [0], [8])
+        manager.sequences.running.begin_attention(ONE, 0, [late.sequence_id], [0], [8])
     assert snapshot(manager.sequences) == before
     assert manager.table(other) == other.table

@@ -107,7 +107,7 @@ def test_a_sequence_behind_what_another_has_cached_counts_from_the_hits_on() -> 
 @pytest.mark.parametrize("end", ["free", "expire", "truncate", "reset", "close"])
 def test_nothing_is_pending_of_a_sequence_that_will_not_compute_it(end: str) -> None:
     manager = Manager(16)
-    owner = manager.sequences.open_session(5.0, "").session_id if end == "close" else ONE
+    owner = manager.sequences.live.sessions.open(5.0, "").session_id if end == "close" else ONE
     held = manager.allocate(T(12), owner=owner)
     assert pending(manager, T(12)) == 11
     ENDS[end](manager, held)
@@ -124,7 +124,7 @@ ENDS: dict[str, Callable[[Manager, Held], object]] = {
     "expire": _expire,
     "truncate": lambda manager, held: manager.truncate(held, 6),
     "reset": lambda manager, held: manager.sequences.reset(force=True),
-    "close": lambda manager, held: manager.sequences.close_session(held.owner),
+    "close": lambda manager, held: manager.sequences.live.close_session(held.owner),
 }
 
 
@@ -233,7 +233,7 @@ def test_attention_of_all_layers_tells_too() -> None:
 @pytest.mark.parametrize("end", ENDS)
 def test_who_waits_is_told_when_it_waits_in_vain(end: str) -> None:
     manager = Manager(16)
-    owner = manager.sequences.open_session(5.0, "").session_id if end == "close" else ONE
+    owner = manager.sequences.live.sessions.open(5.0, "").session_id if end == "close" else ONE
     held = manager.allocate(T(12), owner=owner)
     manager.commit(held, until=8)
     call = Call(manager, T(20))
@@ -294,14 +294,14 @@ def test_what_never_fits_does_not_wait() -> None:
 
 def test_a_session_ends_with_its_waiting_calls_and_takes_no_more_than_it_may_have() -> None:
     manager = Manager(16, session_limits=SessionLimits(max_sequences=1))
-    owner = manager.sequences.open_session(5.0, "").session_id
+    owner = manager.sequences.live.sessions.open(5.0, "").session_id
     manager.allocate(T(12))
     call = Call(manager, T(12), owner)
-    manager.sequences.close_session(owner)
+    manager.sequences.live.close_session(owner)
     assert call.num_woken == 1
     with pytest.raises(SessionNotFoundError):
         call.look()
-    owner = manager.sequences.open_session(5.0, "").session_id
+    owner = manager.sequences.live.sessions.open(5.0, "").session_id
     manager.allocate(U(4), owner=owner)
     with pytest.raises(TooManySequencesError):
         Call(manager, T(12), owner)

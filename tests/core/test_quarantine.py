@@ -23,9 +23,9 @@ class Writers(Manager):
         self.session = self.attached(PROCESS)
 
     def attached(self, *attachments: int) -> bytes:
-        session_id = self.sequences.open_session(TTL_S, "an engine").session_id
+        session_id = self.sequences.live.sessions.open(TTL_S, "an engine").session_id
         for attachment in attachments:
-            self.sequences.attach(session_id, attachment)
+            self.sequences.live.sessions.attach(session_id, attachment)
         return session_id
 
     def held(self, tokens: list[int], computed: int = 0, **options: object) -> Held:
@@ -42,7 +42,7 @@ class Writers(Manager):
         return ended
 
     def process_ends(self, attachment: int = PROCESS) -> int:
-        freed = self.sequences.release_quarantine(attachment)
+        freed = self.sequences.live.end_writer(attachment)
         check_invariants(self.sequences)
         return freed
 
@@ -184,7 +184,7 @@ def test_kept_blocks_come_back_at_the_head_deepest_first() -> None:
 
 def test_blocks_are_kept_until_the_last_process_that_could_write_to_them_has_ended() -> None:
     manager = Writers()
-    manager.sequences.attach(manager.session, OTHER)
+    manager.sequences.live.sessions.attach(manager.session, OTHER)
     manager.held(T(6))
     manager.lose()
     assert manager.process_ends() == 0
@@ -213,7 +213,7 @@ def test_nothing_is_kept_for_a_process_that_ended_before_its_session() -> None:
 
 def test_of_two_processes_the_one_that_is_left_keeps_the_blocks() -> None:
     manager = Writers()
-    manager.sequences.attach(manager.session, OTHER)
+    manager.sequences.live.sessions.attach(manager.session, OTHER)
     manager.held(T(6))
     manager.process_ends()
     manager.lose()
@@ -261,7 +261,7 @@ def test_a_session_that_is_closed_leaves_nothing_behind_if_its_writer_has_ended(
     manager = Writers()
     manager.held(T(6))
     manager.process_ends()
-    assert manager.sequences.close_session(manager.session) == 1
+    assert manager.sequences.live.close_session(manager.session) == 1
     assert (manager.quarantined, manager.pool.num_free) == ([], 16)
 
 
@@ -269,7 +269,7 @@ def test_a_session_that_is_closed_while_a_writer_is_attached_is_lost_to_that_wri
     """Another thread of its client may be in the middle of a write."""
     manager = Writers()
     manager.held(T(6))
-    assert manager.sequences.close_session(manager.session) == 1
+    assert manager.sequences.live.close_session(manager.session) == 1
     check_invariants(manager.sequences)
     assert len(manager.quarantined) == 2
     assert manager.process_ends() == 2
@@ -282,14 +282,14 @@ def test_a_session_that_is_over_cannot_be_attached_to() -> None:
         refused(
             manager,
             SessionNotFoundError,
-            lambda owner=owner: manager.sequences.attach(owner, PROCESS),
+            lambda owner=owner: manager.sequences.live.sessions.attach(owner, PROCESS),
         )
 
 
 def test_attaching_renews_the_session() -> None:
     manager = Writers()
     manager.clock_s = TTL_S - 1
-    manager.sequences.attach(manager.session, OTHER)
+    manager.sequences.live.sessions.attach(manager.session, OTHER)
     manager.clock_s = 2 * TTL_S - 1.5
     assert manager.sequences.expire() == 0
 
@@ -335,11 +335,11 @@ def test_copies_that_run_keep_their_source_until_they_are_made_and_then_in_quara
     manager.attend(held)
     (child,) = manager.fork(held)
     manager.append(held, [1])
-    ticket = manager.sequences.begin_copies(manager.session, [held.sequence_id])
+    ticket = manager.sequences.running.begin_copies(manager.session, [held.sequence_id])
     manager.free(child)
     manager.lose()
     assert manager.quarantined == []
-    manager.sequences.end_copies(ticket)
+    manager.sequences.running.end_copies(ticket)
     check_invariants(manager.sequences)
     (copy,) = ticket.copies
     assert manager.quarantined == sorted([copy.source, copy.destination])

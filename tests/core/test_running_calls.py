@@ -60,7 +60,7 @@ def test_nothing_else_runs_on_a_sequence_while_its_call_runs() -> None:
     manager.begin(0, held)
     before = snapshot(manager.sequences)
     assert manager.append(held, [1], start=8).code is ResultCode.BUSY
-    (committed,) = manager.sequences.commit(ONE, [CommitRow(held.sequence_id, 0, 4)])
+    (committed,) = manager.sequences.rows.commit(ONE, [CommitRow(held.sequence_id, 0, 4)])
     assert committed.code is ResultCode.BUSY
     for call in (
         lambda: manager.begin(0, held),
@@ -79,7 +79,7 @@ def test_one_bad_row_fails_the_whole_attention_call_before_anything_is_held() ->
     theirs = manager.allocate(C(4), owner=TWO)
 
     def begin(ids: list[int], starts: list[int], counts: list[int]) -> None:
-        manager.sequences.begin_attention(ONE, 0, ids, starts, counts)
+        manager.sequences.running.begin_attention(ONE, 0, ids, starts, counts)
 
     for error, ids, starts, counts in (
         (SequenceNotFoundError, [good.sequence_id, 777], [0, 0], [4, 4]),
@@ -96,7 +96,7 @@ def test_a_repeated_attention_call_writes_nothing_and_advances_nothing() -> None
     manager = Manager(8, num_layers=1)
     held = manager.allocate(T(8))
     manager.end(manager.begin(0, held, num_tokens=4))
-    ticket = manager.sequences.begin_attention(ONE, 0, [held.sequence_id], [0], [4])
+    ticket = manager.sequences.running.begin_attention(ONE, 0, [held.sequence_id], [0], [4])
     (row,) = ticket.rows
     assert row.is_repeat
     assert row.first_writable == 4
@@ -104,7 +104,7 @@ def test_a_repeated_attention_call_writes_nothing_and_advances_nothing() -> None
     assert manager.computed(held) == 4
     for start, count in ((0, 5), (2, 2), (5, 1)):
         with pytest.raises(WrongPositionError):
-            manager.sequences.begin_attention(ONE, 0, [held.sequence_id], [start], [count])
+            manager.sequences.running.begin_attention(ONE, 0, [held.sequence_id], [start], [count])
 
 
 def test_a_call_that_failed_before_it_wrote_can_be_made_again() -> None:
@@ -136,12 +136,12 @@ def test_a_sequence_that_is_being_copied_for_stays_still_until_the_copy_is_made(
     parent, child = forked(manager)
     source = parent.table[1]
     manager.append(child, [70])
-    ticket = manager.sequences.begin_copies(ONE, [child.sequence_id])
+    ticket = manager.sequences.running.begin_copies(ONE, [child.sequence_id])
     assert ticket.copies == (BlockCopy(source, child.table[1]),)
     assert manager.append(child, [1], start=7).code is ResultCode.BUSY
     refused(manager, SequenceBusyError, lambda: manager.begin(0, child))
     manager.free(child, parent)
     assert manager.refs([source, child.table[1]]) == [1, 1]
-    manager.sequences.end_copies(ticket)
+    manager.sequences.running.end_copies(ticket)
     check_invariants(manager.sequences)
     assert manager.pool.num_free == 8

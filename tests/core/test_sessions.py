@@ -30,7 +30,7 @@ class Sessions(Manager):
         self.table_of = self.sequences.live.sessions
 
     def open(self, ttl_s: float = TTL_S, name: str = "", request_id: str = "") -> bytes:
-        return self.sequences.open_session(ttl_s, name, request_id).session_id
+        return self.sequences.live.sessions.open(ttl_s, name, request_id).session_id
 
     def expire_at(self, clock_s: float) -> int:
         self.clock_s = clock_s
@@ -44,11 +44,11 @@ class Sessions(Manager):
 
 CALLS = {
     "allocate": lambda manager, held: manager.allocate(U(3), owner=held.owner),
-    "append": lambda manager, held: manager.sequences.append(
+    "append": lambda manager, held: manager.sequences.rows.append(
         held.owner,
         AppendBatch.of([AppendRow(held.sequence_id, 6, np.array([1], dtype=np.uint32))]),
     ).results(),
-    "commit": lambda manager, held: manager.sequences.commit(
+    "commit": lambda manager, held: manager.sequences.rows.commit(
         held.owner, [CommitRow(held.sequence_id, 6, 0)]
     ),
     "fork": lambda manager, held: manager.sequences.fork(held.owner, held.sequence_id, 6, [""]),
@@ -57,10 +57,10 @@ CALLS = {
     ),
     "free": lambda manager, held: manager.sequences.free(held.owner, [held.sequence_id]),
     "free by request id": lambda manager, held: manager.sequences.free(held.owner, [], ["q"]),
-    "attention": lambda manager, held: manager.sequences.begin_attention(
+    "attention": lambda manager, held: manager.sequences.running.begin_attention(
         held.owner, 0, [held.sequence_id], [6], [0]
     ),
-    "close": lambda manager, held: manager.sequences.close_session(held.owner),
+    "close": lambda manager, held: manager.sequences.live.close_session(held.owner),
 }
 
 
@@ -86,7 +86,7 @@ def test_one_session_more_than_the_limit_is_refused_until_one_has_ended() -> Non
     first, *_ = [manager.open() for _ in range(3)]
     error = refused(manager, TooManySessionsError, manager.open)
     assert error.fields["limit"] == 3
-    manager.sequences.close_session(first)
+    manager.sequences.live.close_session(first)
     manager.open()
 
 
@@ -103,7 +103,7 @@ def test_a_repeated_open_makes_one_session_and_renews_it() -> None:
             RequestIdConflictError,
             lambda ttl_s=ttl_s, name=name: manager.open(ttl_s, name, "k"),
         )
-    manager.sequences.close_session(first)
+    manager.sequences.live.close_session(first)
     assert manager.open(name="b", request_id="k") != first
 
 
@@ -160,7 +160,7 @@ def test_closing_a_session_frees_what_it_held() -> None:
     manager = Sessions()
     held = held_in_session(manager)
     manager.allocate(U(4), owner=held.owner)
-    assert manager.sequences.close_session(held.owner) == 2
+    assert manager.sequences.live.close_session(held.owner) == 2
     check_invariants(manager.sequences)
     stats = manager.sequences.stats()
     assert (stats.sessions, stats.sequences, stats.referenced) == (0, 0, 0)
@@ -176,7 +176,7 @@ def test_a_call_in_a_session_that_has_ended_is_refused_and_changes_nothing(
     manager = Sessions()
     held = held_in_session(manager)
     if end == "closed":
-        manager.sequences.close_session(held.owner)
+        manager.sequences.live.close_session(held.owner)
     else:
         manager.expire_at(TTL_S)
     # The blocks have another owner now.
@@ -272,7 +272,7 @@ def test_the_end_of_a_stream_after_its_session_is_nothing() -> None:
     manager = Sessions()
     session = manager.open()
     stream = manager.table_of.connect(session)
-    manager.sequences.close_session(session)
+    manager.sequences.live.close_session(session)
     manager.table_of.disconnect(session, stream)
     with pytest.raises(SessionNotFoundError):
         manager.table_of.connect(session)
@@ -301,7 +301,7 @@ def test_blocks_of_a_running_call_outlive_their_session(end: str) -> None:
     held = manager.allocate(T(6), owner=manager.open())
     ticket = manager.begin(0, held)
     if end == "close":
-        manager.sequences.close_session(held.owner)
+        manager.sequences.live.close_session(held.owner)
     elif end == "ttl":
         assert manager.expire_at(TTL_S) == 1
     else:
@@ -390,5 +390,5 @@ def test_only_calls_in_a_session_that_are_numbered_have_an_order() -> None:
     for _ in range(2):
         live.take_turn(ONE, CallOrder(1, 0))
         live.take_turn(ONE, CallOrder(3, 2))
-    manager.sequences.close_session(session)
+    manager.sequences.live.close_session(session)
     refused(manager, SessionNotFoundError, lambda: live.take_turn(session, CallOrder(10, 0)))

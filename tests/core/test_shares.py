@@ -66,18 +66,18 @@ def manager() -> Manager:
 
 def test_a_tenant_cannot_take_the_sessions_of_another(manager: Manager) -> None:
     def opened(tenant: str) -> bytes:
-        return manager.sequences.open_session(10.0, "", "", tenant).session_id
+        return manager.sequences.live.sessions.open(10.0, "", "", tenant).session_id
 
     first = [opened("a") for _ in range(2)]
     refused(manager, TooManySessionsError, lambda: opened("a"))
     second = [opened("b") for _ in range(2)]
     refused(manager, TooManySessionsError, lambda: opened("b"))
-    manager.sequences.close_session(first[0])
+    manager.sequences.live.close_session(first[0])
     refused(manager, TooManySessionsError, lambda: opened("b"))
     manager.sequences.set_tenants([TenantQuota("b", "b")])
     opened("b")
     for session_id in second:
-        manager.sequences.close_session(session_id)
+        manager.sequences.live.close_session(session_id)
     assert [opened("b") for _ in range(2)]
     refused(manager, TooManySessionsError, lambda: opened("b"))
 

@@ -54,7 +54,7 @@ def fill(running: RunningDaemon, first: int, num_tokens: int) -> None:
     with sequences.lock:
         held = sequences.allocate(OWNER, "", prompt)
         start = held.num_cached_tokens
-        sequences.commit(OWNER, [CommitRow(held.sequence_id, start, num_tokens - start)])
+        sequences.rows.commit(OWNER, [CommitRow(held.sequence_id, start, num_tokens - start)])
         sequences.free(OWNER, [held.sequence_id])
 
 

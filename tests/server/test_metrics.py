@@ -57,7 +57,7 @@ def test_blocks_that_a_lost_writer_may_still_write_to_are_a_state_of_their_own(
     sequences = running.daemon.sequences
     opened = stubs.call("OpenSession", session_pb2.OpenSessionRequest(ttl_s=60))
     with sequences.lock:
-        sequences.attach(opened.session_id, 1)
+        sequences.live.sessions.attach(opened.session_id, 1)
     Peer(stubs, owner=opened.session_id).allocate(range(6))
     with sequences.lock:
         sequences.live.end_session(sequences.live.sessions.find(opened.session_id))
@@ -65,7 +65,7 @@ def test_blocks_that_a_lost_writer_may_still_write_to_are_a_state_of_their_own(
     assert found["prefixcache_blocks", {"state": "quarantined"}] == 2
     assert found["prefixcache_blocks", {"state": "referenced"}] == 0
     with sequences.lock:
-        sequences.release_quarantine(1)
+        sequences.live.end_writer(1)
     assert agreed(running, stubs)["prefixcache_blocks", {"state": "blank"}] == NUM_BLOCKS
 
 

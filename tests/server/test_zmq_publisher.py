@@ -81,7 +81,7 @@ def fill(
     with sequences.lock:
         held = sequences.allocate(OWNER, "", prompt)
         start = held.num_cached_tokens
-        sequences.commit(OWNER, [CommitRow(held.sequence_id, start, num_tokens - start)])
+        sequences.rows.commit(OWNER, [CommitRow(held.sequence_id, start, num_tokens - start)])
         sequences.free(OWNER, [held.sequence_id])
 
 

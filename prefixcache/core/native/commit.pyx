@@ -1,7 +1,7 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, initializedcheck=False
 """Commit of tokens that fill no block, which most of an engine's are.
 
-`Sequences._commit_row` says what Commit does; this does the same for a row of an idle sequence that
+`prefixcache.core.row_calls` says what Commit does; this does the same for a row of an idle sequence that
 is no repeat and makes nothing findable. Any other row is left to it.
 """
 

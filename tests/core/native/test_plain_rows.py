@@ -247,13 +247,13 @@ class Twin:
 def test_random_rows_do_what_they_do_in_python(seed: int) -> None:
     compiled = Twin(
         seed,
-        lambda manager, row: manager.sequences.append(ONE, AppendBatch.of([row])).results()[0],
-        lambda manager, row: manager.sequences.commit(ONE, [row])[0],
+        lambda manager, row: manager.sequences.rows.append(ONE, AppendBatch.of([row])).results()[0],
+        lambda manager, row: manager.sequences.rows.commit(ONE, [row])[0],
     )
     python = Twin(
         seed,
-        lambda manager, row: manager.sequences._append_row(ONE, row),
-        lambda manager, row: manager.sequences._commit_row(ONE, row),
+        lambda manager, row: manager.sequences.rows._append_row(ONE, row),
+        lambda manager, row: manager.sequences.rows._commit_row(ONE, row),
     )
     for step in range(300):
         results = [twin.step(random.Random(f"{seed} {step}")) for twin in (compiled, python)]
