@@ -29,7 +29,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from prefixcache.core.form import FORM
-from prefixcache.core.python.pool import PLAIN, REGISTERED, STANDBY
+from prefixcache.core.python.hash_index import PLAIN, REGISTERED, STANDBY
 
 if TYPE_CHECKING or FORM == "python":
     from prefixcache.core.python.pool import Pool

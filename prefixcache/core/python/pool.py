@@ -20,11 +20,10 @@ from prefixcache.core.python.accounts import Accounts
 from prefixcache.core.python.block_ages import Ages
 from prefixcache.core.python.contents import Contents
 from prefixcache.core.python.free_queue import FreeQueue
+from prefixcache.core.python.hash_index import PLAIN, REGISTERED, STANDBY, HashIndex
 from prefixcache.core.python.nodes import Nodes
 from prefixcache.core.snapshot import CachedBlocks
 from prefixcache.types import BlockHash, BlockIds
-
-PLAIN, REGISTERED, STANDBY = 0, 1, 2
 
 
 class Pool:
@@ -52,10 +51,7 @@ class Pool:
         self.events = events
         self.ref_cnt: npt.NDArray[np.int32] = np.zeros(num_blocks, dtype=np.int32)
         self.num_evictions = 0
-        self._state: npt.NDArray[np.uint8] = np.zeros(num_blocks, dtype=np.uint8)
-        self._hash_of: list[BlockHash | None] = [None] * num_blocks
-        self._index: dict[BlockHash, int] = {}
-        self._standbys: dict[BlockHash, list[int]] = {}
+        self._index = HashIndex(num_blocks)
         self._queue = FreeQueue(num_blocks)
         self._num_free = num_blocks
         self._num_evictable = 0
@@ -95,18 +91,18 @@ class Pool:
 
     @property
     def num_cached(self) -> int:
-        return len(self._index)
+        return len(self._index.blocks)
 
     def state_of(self, block_id: int) -> int:
         """PLAIN, REGISTERED or STANDBY."""
-        return int(self._state[block_id])
+        return int(self._index.state[block_id])
 
     def hash_of(self, block_id: int) -> BlockHash | None:
-        return self._hash_of[block_id]
+        return self._index.hash_of[block_id]
 
     def block_of(self, block_hash: BlockHash) -> int | None:
         """The block registered under a hash; its content is not compared."""
-        return self._index.get(block_hash)
+        return self._index.blocks.get(block_hash)
 
     def free_order(self) -> BlockIds:
         """Free blocks from the next one to be taken to the last one, `[num_free] int32`.
@@ -129,7 +125,7 @@ class Pool:
         """
         assert self._nodes is not None
         follows = self._nodes.parent == self._nodes.entry_of(parent)
-        found = np.flatnonzero(follows & (self._state == REGISTERED))
+        found = np.flatnonzero(follows & (self._index.state == REGISTERED))
         return found[:limit].astype(np.int32)
 
     def tokens_of(self, block_ids: BlockIds) -> npt.NDArray[np.uint32]:
@@ -148,14 +144,14 @@ class Pool:
 
     def is_private(self, block_id: int) -> bool:
         """True if one holder has it and nobody can find it: its slots may be written."""
-        return bool(self.ref_cnt[block_id] == 1) and self._state[block_id] == PLAIN
+        return bool(self.ref_cnt[block_id] == 1) and self._index.state[block_id] == PLAIN
 
     # ---- calls
 
     def match(self, chain: Chain, limit: int) -> BlockIds:
         """Blocks of the longest cached prefix of the chain, at most `limit`. Changes nothing."""
         found: list[int] = []
-        get = self._index.get
+        get = self._index.blocks.get
         for block_hash in chain.hashes[:limit]:
             block = get(block_hash)
             if block is None:
@@ -193,7 +189,7 @@ class Pool:
         if len(block_ids):
             self._ages.hit(block_ids, now)
         if self.num_evictions:
-            self._ages.miss(chain.hashes[len(block_ids) :], now, self._index.__contains__)
+            self._ages.miss(chain.hashes[len(block_ids) :], now, self._index.blocks.__contains__)
 
     def take(self, count: int, account: int = 0) -> BlockIds:
         """`count` plain blocks with one reference of an account each, in the order of eviction.
@@ -206,11 +202,10 @@ class Pool:
             taken = self._accounts.pop(account, self.num_blank, count)
         self._num_free -= count
         self.ref_cnt[taken] = 1
-        cached = taken[self._state[taken] == REGISTERED]
+        cached = taken[self._index.state[taken] == REGISTERED]
         if len(cached):
             self._num_evictable -= len(cached)
-            self._state[cached] = PLAIN
-            self._evict(cached.tolist())
+            self._evict(cached)
         if self._accounts is not None:
             self._accounts.charge[taken] = account
         return taken
@@ -228,7 +223,7 @@ class Pool:
         self.ref_cnt[backwards] -= 1
         is_free = self.ref_cnt[backwards] == 0
         freed = backwards[is_free]
-        states = self._state[freed]
+        states = self._index.state[freed]
         registered = states == REGISTERED
         if self._accounts is not None:
             self._accounts.leave(backwards[~is_free], account, self.ref_cnt)
@@ -252,7 +247,7 @@ class Pool:
         Returns those. They keep their reference and are quarantined until `end_quarantine`: neither
         free nor anybody's.
         """
-        stays = (self.ref_cnt[block_ids] == 1) & (self._state[block_ids] == PLAIN)
+        stays = (self.ref_cnt[block_ids] == 1) & (self._index.state[block_ids] == PLAIN)
         stays[:start] = False
         self.release(block_ids[~stays], account)
         quarantined: BlockIds = block_ids[stays]
@@ -297,11 +292,8 @@ class Pool:
 
         With accounts: those of each group behind those of the one before.
         """
-        self._ages.drop(self._index, self._now())
+        self._ages.drop(self._index.blocks, self._now())
         self._index.clear()
-        self._standbys.clear()
-        self._hash_of = [None] * self.num_blocks
-        self._state[:] = PLAIN
         self._num_evictable = 0
         if self._contents is not None:
             self._contents.clear()
@@ -313,9 +305,9 @@ class Pool:
     def copy_cached(self, room: CachedBlocks) -> int:
         """Copy the columns of all registered blocks; returns how many. Needs `events`."""
         assert self._nodes is not None
-        count, digests = len(self._index), b"".join(self._index)
+        count, digests = len(self._index.blocks), b"".join(self._index.blocks)
         room.digests[:count] = np.frombuffer(digests, np.uint8).reshape(count, self.digest_bytes)
-        blocks = np.fromiter(self._index.values(), dtype=np.int32, count=count)
+        blocks = np.fromiter(self._index.blocks.values(), dtype=np.int32, count=count)
         room.entries[:count] = self._nodes.entry[blocks]
         room.parents[:count] = self._nodes.parent[blocks]
         return count
@@ -407,18 +399,11 @@ class Pool:
         self, block_ids: BlockIds, hashes: Sequence[BlockHash], parent: int | None
     ) -> int:
         """Register blocks up to the first whose hash is taken; returns how many."""
-        count = 0
-        for block, block_hash in zip(block_ids.tolist(), hashes, strict=True):
-            if self._index.setdefault(block_hash, block) != block:
-                break
-            self._hash_of[block] = block_hash
-            count += 1
-        registered = block_ids[:count]
-        self._state[registered] = REGISTERED
+        registered = self._index.register(block_ids, hashes)
         self._ages.register(registered, self._now())
-        if self._nodes is not None and count:
+        if self._nodes is not None and len(registered):
             self._nodes.enter(registered, parent)
-        return count
+        return len(registered)
 
     def _tell_stored(self, chain: Chain, start: int, end: int, parent: int | None) -> None:
         """Blocks `[start, end)` of the chain were registered."""
@@ -426,53 +411,35 @@ class Pool:
         self.events.stored(
             chain.hashes[start:end].data,
             self.digest_bytes,
-            None if parent is None else self._hash_of[parent],
+            None if parent is None else self._index.hash_of[parent],
             chain.token_ids[start * self.block_size : end * self.block_size],
             None if chain.extra_keys is None else chain.extra_keys[start:end],
         )
 
     def _stand_by(self, block: int, block_hash: BlockHash, parent: int | None) -> bool:
         """Let a block stand by for the one that has its hash; False if that has other content."""
-        holder = self._index[block_hash]
+        holder = self._index.blocks[block_hash]
         if self._contents is not None and not self._contents.has_same(block, holder, parent):
             return False
         if self._nodes is not None:
             self._nodes.share(block, holder)
-        self._standbys.setdefault(block_hash, []).append(block)
-        self._state[block] = STANDBY
+        self._index.stand_by(block, block_hash)
         self._ages.register(block, self._now())
-        self._hash_of[block] = block_hash
         return True
 
-    def _evict(self, blocks: list[int]) -> None:
-        hash_of, index, standbys = self._hash_of, self._index, self._standbys
-        gone: dict[int, BlockHash] = {}
-        for block in blocks:
-            block_hash = hash_of[block]
-            assert block_hash is not None
-            hash_of[block] = None
-            if block_hash in standbys:
-                self._ages.take_over(self._promote(block_hash), block)
-            else:
-                del index[block_hash]
-                gone[block] = block_hash
-                self.num_evictions += 1
-                if self._accounts is not None:
-                    self._accounts.count_eviction(block)
-        if gone:
-            self._ages.evict(np.array(list(gone), dtype=np.int32), gone.values(), self._now())
-            if self.events is not None:
-                self.events.removed(b"".join(gone.values()), self.digest_bytes)
-
-    def _promote(self, block_hash: BlockHash) -> int:
-        """The registered block is gone: the longest standing standby, returned, takes its place."""
-        standbys = self._standbys[block_hash]
-        heir = standbys.pop(0)
-        if not standbys:
-            del self._standbys[block_hash]
-        self._index[block_hash] = heir
-        self._state[heir] = REGISTERED
-        return heir
+    def _evict(self, registered: BlockIds) -> None:
+        gone, heirs = self._index.remove(registered)
+        for heir, block in heirs.items():
+            self._ages.take_over(heir, block)
+        if not gone:
+            return
+        self.num_evictions += len(gone)
+        if self._accounts is not None:
+            for block in gone:
+                self._accounts.count_eviction(block)
+        self._ages.evict(np.array(list(gone), dtype=np.int32), gone.values(), self._now())
+        if self.events is not None:
+            self.events.removed(b"".join(gone.values()), self.digest_bytes)
 
     def _retire_standbys(self, freed: BlockIds, states: npt.NDArray[np.uint8]) -> BlockIds:
         """What goes to the tail, in turn; standbys among `freed` become plain."""
@@ -481,15 +448,7 @@ class Pool:
             if state == REGISTERED:
                 to_tail.append(block)
             elif state == STANDBY:
-                block_hash = self._hash_of[block]
-                assert block_hash is not None
-                self._hash_of[block] = None
-                self._state[block] = PLAIN
-                standbys = self._standbys[block_hash]
-                standbys.remove(block)
-                if not standbys:
-                    del self._standbys[block_hash]
-                holder = self._index[block_hash]
+                holder = self._index.end_standby(block)
                 self._ages.use(holder, self._now())
                 if self.ref_cnt[holder] == 0:
                     self._leave_queue(np.array([holder], dtype=np.int32))
