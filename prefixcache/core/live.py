@@ -8,18 +8,16 @@ a sequence that has ended. Guarded by the core's lock; the clock is injected.
 
 from __future__ import annotations
 
-import heapq
 import os
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import chain, islice
+from itertools import chain
 from typing import NamedTuple
 
 from prefixcache.core import growth
-from prefixcache.core.form import FORM
 from prefixcache.core.pending import PendingBlocks
-from prefixcache.core.pool import PLAIN, Pool
+from prefixcache.core.pool import Pool
 from prefixcache.core.quarantine import Quarantine
 from prefixcache.core.sequence import Sequence
 from prefixcache.core.sessions import CallOrder, Session, SessionLimits, Sessions, is_session_id
@@ -30,47 +28,10 @@ from prefixcache.errors import (
     TooManyOwnersError,
     TooManySequencesError,
 )
-from prefixcache.types import SequenceId, SequenceOrder
-
-_native_num_slots_written: Callable[[Pool, Iterable[Sequence]], int] | None = None
-if FORM == "native":
-    from prefixcache.core.native.slots import num_slots_written
-
-    _native_num_slots_written = num_slots_written
+from prefixcache.types import SequenceId
 
 _IDS_AT_ONCE = 64
 """Random ids that are made together: the call of the system costs as much as the rest."""
-
-
-@dataclass(frozen=True, slots=True)
-class SequenceInfo:
-    """What an operator sees of a sequence."""
-
-    serial: int
-    sequence_id: SequenceId
-    owner: bytes
-    account: int
-    client_name: str
-    num_tokens: int
-    num_computed_tokens: int
-    num_cached_tokens: int
-    num_blocks: int
-    age_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class SessionInfo:
-    """What an operator sees of a session."""
-
-    serial: int
-    digest: str
-    client_name: str
-    tenant: str
-    ttl_s: float
-    left_s: float
-    is_connected: bool
-    num_sequences: int
-    age_s: float
 
 
 class Held(NamedTuple):
@@ -129,6 +90,10 @@ class LiveSequences:
     @property
     def num_owners(self) -> int:
         return len(self._owners) + len(self._session_owners)
+
+    def num_sequences_of(self, owner: bytes) -> int:
+        record = self._owners_like(owner).get(owner)
+        return len(record.sequences) if record is not None else 0
 
     def all_holders(self) -> Iterator[Sequence]:
         """Everything that holds blocks: live sequences, and ended ones with a running call."""
@@ -295,57 +260,6 @@ class LiveSequences:
                 found.extend(owner.sequences.values())
         return found
 
-    def list_after(self, serial: int, count: int) -> list[SequenceInfo]:
-        """Up to `count` live sequences, oldest first, allocated after the one of that serial."""
-        now = self._clock()
-        page: list[SequenceInfo] = []
-        for sequence in self.by_id.values():
-            if len(page) == count:
-                break
-            if sequence.serial > serial:
-                page.append(self._info(sequence, now))
-        return page
-
-    def list_first(self, order: SequenceOrder, count: int) -> list[SequenceInfo]:
-        """Up to `count` live sequences, the first ones in that order; of equals, the older.
-
-        Looks at all of them for MOST_BLOCKS, and keeps no more than `count`.
-        """
-        now = self._clock()
-        alive = self.by_id.values()
-        match order:
-            case SequenceOrder.OLDEST:
-                found = list(islice(alive, count))
-            case SequenceOrder.NEWEST:
-                found = list(islice(reversed(alive), count))
-            case SequenceOrder.MOST_BLOCKS:
-                found = heapq.nlargest(count, alive, key=_num_blocks)
-        return [self._info(sequence, now) for sequence in found]
-
-    def list_sessions_after(self, serial: int, count: int) -> list[SessionInfo]:
-        """Up to `count` sessions, oldest first, opened after the one of that serial."""
-        now = self._clock()
-        page: list[SessionInfo] = []
-        for session in self.sessions:
-            if len(page) == count:
-                break
-            if session.serial > serial:
-                record = self._session_owners.get(session.session_id)
-                page.append(
-                    SessionInfo(
-                        serial=session.serial,
-                        digest=session.digest,
-                        client_name=session.client_name,
-                        tenant=session.tenant,
-                        ttl_s=session.ttl_s,
-                        left_s=self.sessions.seconds_left(session),
-                        is_connected=session.stream is not None,
-                        num_sequences=len(record.sequences) if record is not None else 0,
-                        age_s=now - session.opened_at_s,
-                    )
-                )
-        return page
-
     def table_lengths(self) -> Iterator[Held]:
         """Of each owner, how many blocks the tables of its sequences have."""
         for owner, record in chain(self._owners.items(), self._session_owners.items()):
@@ -353,48 +267,9 @@ class LiveSequences:
             tables = [len(sequence.block_table) for sequence in sequences]
             yield Held(owner, record.account, sum(tables))
 
-    def num_slots_written(self) -> int:
-        """Slots of referenced blocks with complete K/V, each block counted once."""
-        if _native_num_slots_written is not None:
-            return _native_num_slots_written(self._pool, self.all_holders())
-        size, pool = self._pool.block_size, self._pool
-        partial: dict[int, list[int]] = {}
-        for sequence in self.all_holders():
-            computed = sequence.num_computed
-            for index in range(computed // size, len(sequence.block_table)):
-                slots = max(0, computed - index * size)
-                partial.setdefault(sequence.block_table[index], []).append(slots)
-            for block in sequence.copy_holds:
-                # The source of a copy counts by the tables that still have it.
-                partial.setdefault(block, []).append(0)
-        written = pool.num_referenced * size
-        for block, fills in partial.items():
-            # A block that is cached, or that one more holder has, is full for somebody.
-            if pool.state_of(block) == PLAIN and pool.ref_cnt[block] == len(fills):
-                written -= size - max(fills)
-        return written
-
-    def _info(self, sequence: Sequence, now_s: float) -> SequenceInfo:
-        return SequenceInfo(
-            serial=sequence.serial,
-            sequence_id=sequence.sequence_id,
-            owner=sequence.owner,
-            account=sequence.account,
-            client_name=self.client_name(sequence.owner),
-            num_tokens=sequence.num_tokens,
-            num_computed_tokens=sequence.num_computed,
-            num_cached_tokens=sequence.num_cached_tokens,
-            num_blocks=len(sequence.block_table),
-            age_s=now_s - sequence.created_at_s,
-        )
-
-    def _owners_like(self, owner: bytes) -> dict[bytes, _Owner]:
-        return self._session_owners if is_session_id(owner) else self._owners
-
     def client_name(self, owner: bytes) -> str:
         """Of a live owner; empty for one without a session."""
         return self.sessions.find(owner).client_name if is_session_id(owner) else ""
 
-
-def _num_blocks(sequence: Sequence) -> int:
-    return len(sequence.block_table)
+    def _owners_like(self, owner: bytes) -> dict[bytes, _Owner]:
+        return self._session_owners if is_session_id(owner) else self._owners

@@ -1,8 +1,8 @@
 """The block manager: how sequences begin, fork, are cut and end, and what operators ask.
 
 Owns the counters, and joins the parts that other calls go to: `rows` has Append and Commit,
-`running` what runs outside the lock, `live` says who lives, with its `sessions`, and the pool owns
-the blocks. Knows no K/V memory. Input is checked by the servicer; here state is.
+`running` what runs outside the lock, `live` knows who lives, with its `sessions`, `listings` shows
+them, and the pool owns the blocks. Knows no K/V memory. The servicer checks input; this, state.
 
 Not thread-safe: whoever calls it or a part holds `lock` around each call (`prepare` needs none). A
 call that raises, and a row that is refused, leaves everything as it was but for the counters of
@@ -23,6 +23,7 @@ from prefixcache.core.admission import Plan, admit_prompt, plan_prompt
 from prefixcache.core.explain import Explainer
 from prefixcache.core.hashing import Hasher
 from prefixcache.core.holders import LargestHolders
+from prefixcache.core.listings import Listings
 from prefixcache.core.live import LiveSequences
 from prefixcache.core.pending import PendingBlocks, Waiter
 from prefixcache.core.pool import Pool
@@ -32,6 +33,7 @@ from prefixcache.core.row_calls import RowCalls
 from prefixcache.core.running_calls import RunningCalls
 from prefixcache.core.sequence import Prompt, Sequence, uint32_array
 from prefixcache.core.sessions import SessionLimits
+from prefixcache.core.slots import num_slots_written
 from prefixcache.core.stats import Counters, PoolStats
 from prefixcache.core.tenants import TenantQuota, Tenants
 from prefixcache.errors import (
@@ -95,6 +97,7 @@ class Sequences:
         self.live = LiveSequences(
             pool, self.pending, owner_ttl_s, clock, session_limits or SessionLimits()
         )
+        self.listings = Listings(self.live, clock)
         self._holders = LargestHolders(self.live, clock)
         self._recent_keys = RecentKeys()
         self._explainer = Explainer(pool, self.live, hasher, self._recent_keys)
@@ -404,7 +407,7 @@ class Sequences:
     def stats(self) -> PoolStats:
         return PoolStats(
             **self.counts(),
-            slots_written=self.live.num_slots_written(),
+            slots_written=num_slots_written(self.pool, self.live.all_holders()),
             tenants=self.tenants.stats(),
             calls=(),
         )

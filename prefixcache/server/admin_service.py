@@ -63,9 +63,9 @@ class AdminService:
         order = _order(request)
         with self._sequences.lock:
             if order is SequenceOrder.OLDEST:
-                page = self._sequences.live.list_after(after, page_size + 1)
+                page = self._sequences.listings.sequences_after(after, page_size + 1)
             else:
-                page = self._sequences.live.list_first(order, page_size)
+                page = self._sequences.listings.first_sequences(order, page_size)
             tenants = {
                 account: self._sequences.tenants.name_of(account)
                 for account in {info.account for info in page}
@@ -94,7 +94,7 @@ class AdminService:
     ) -> admin_pb2.ListSessionsResponse:
         after, page_size = _page(request)
         with self._sequences.lock:
-            page = self._sequences.live.list_sessions_after(after, page_size + 1)
+            page = self._sequences.listings.sessions_after(after, page_size + 1)
         shown = page[:page_size]
         return admin_pb2.ListSessionsResponse(
             sessions=[

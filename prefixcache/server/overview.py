@@ -110,7 +110,7 @@ class Observer:
     def _largest_sequences(self) -> tuple[SequenceRow, ...]:
         sequences = self._daemon.sequences
         with sequences.lock:
-            found = sequences.live.list_first(SequenceOrder.MOST_BLOCKS, MAX_SEQUENCES)
+            found = sequences.listings.first_sequences(SequenceOrder.MOST_BLOCKS, MAX_SEQUENCES)
             return tuple(
                 SequenceRow(
                     owner_digest=owner_digest(info.owner),
@@ -127,7 +127,7 @@ class Observer:
     def _oldest_sessions(self) -> tuple[SessionRow, ...]:
         sequences = self._daemon.sequences
         with sequences.lock:
-            found = sequences.live.list_sessions_after(0, MAX_SESSIONS)
+            found = sequences.listings.sessions_after(0, MAX_SESSIONS)
         return tuple(
             SessionRow(
                 digest=info.digest,

@@ -141,4 +141,4 @@ class SessionRules:
             assert held[session.digest] == len(owned) <= LIMITS.max_sequences
 
     def _listed(self) -> list[Any]:
-        return self.sequences.live.list_sessions_after(0, LIMITS.max_sessions)
+        return self.sequences.listings.sessions_after(0, LIMITS.max_sessions)

@@ -346,13 +346,13 @@ def test_sessions_are_listed_with_what_they_hold() -> None:
     manager.table_of.connect(second)
     held = manager.allocate(T(4), owner=second)
     manager.clock_s = 4.0
-    one, other = manager.sequences.live.list_sessions_after(0, 10)
+    one, other = manager.sequences.listings.sessions_after(0, 10)
     assert (one.client_name, one.num_sequences, one.is_connected) == ("engine a", 0, False)
     assert (one.ttl_s, one.left_s, one.age_s) == (TTL_S, TTL_S - 4.0, 4.0)
     assert (other.client_name, other.num_sequences, other.is_connected) == ("engine b", 1, True)
-    assert manager.sequences.live.list_sessions_after(one.serial, 10) == [other]
-    assert manager.sequences.live.list_sessions_after(0, 1) == [one]
-    (info,) = manager.sequences.live.list_after(0, 10)
+    assert manager.sequences.listings.sessions_after(one.serial, 10) == [other]
+    assert manager.sequences.listings.sessions_after(0, 1) == [one]
+    (info,) = manager.sequences.listings.sequences_after(0, 10)
     assert (info.sequence_id, info.client_name) == (held.sequence_id, "engine b")
     assert {one.digest, other.digest} == {manager.table_of.find(i).digest for i in (first, second)}
 

@@ -116,8 +116,8 @@ def test_sequences_are_listed_in_pages_oldest_first() -> None:
     manager = Manager(16)
     held = [manager.allocate(T(number + 1)) for number in range(5)]
     manager.free(held[1])
-    first = manager.sequences.live.list_after(0, 2)
-    rest = manager.sequences.live.list_after(first[-1].serial, 10)
+    first = manager.sequences.listings.sequences_after(0, 2)
+    rest = manager.sequences.listings.sequences_after(first[-1].serial, 10)
     assert [info.sequence_id for info in (*first, *rest)] == [
         held[number].sequence_id for number in (0, 2, 3, 4)
     ]
@@ -126,12 +126,12 @@ def test_sequences_are_listed_in_pages_oldest_first() -> None:
 
 def test_sequences_are_listed_by_blocks_and_the_newest_first() -> None:
     manager = Manager(16)
-    live = manager.sequences.live
+    listings = manager.sequences.listings
     held = [manager.allocate(T(length)) for length in (1, 9, 5, 8, 2)]
 
     def first(order: SequenceOrder, count: int) -> list[int]:
         ids = [sequence.sequence_id for sequence in held]
-        return [ids.index(info.sequence_id) for info in live.list_first(order, count)]
+        return [ids.index(info.sequence_id) for info in listings.first_sequences(order, count)]
 
     assert first(SequenceOrder.MOST_BLOCKS, 4) == [1, 2, 3, 0]
     assert first(SequenceOrder.NEWEST, 2) == [4, 3]

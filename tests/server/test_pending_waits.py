@@ -181,7 +181,7 @@ def test_ten_processes_compute_one_prompt_once_also_if_the_first_is_killed(scene
         for process in processes:
             tell(process)
         scene.until_waiting(9)
-        (first,) = sequences.live.list_after(0, 2)
+        (first,) = sequences.listings.sequences_after(0, 2)
         session = sequences.live.sessions.find(first.owner)
         killed = processes.pop(int(session.client_name))
         killed.kill()

@@ -1,7 +1,7 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, initializedcheck=False
 """How many slots have complete K/V: a walk over all live sequences, under the core's lock.
 
-`LiveSequences.num_slots_written` says what is counted; this does the same over columns of all
+`prefixcache.core.slots` says what is counted; this does the same over columns of all
 blocks. They are zeros that the system gives by the page, so what nobody touches costs nothing.
 """
 
