@@ -316,7 +316,7 @@ def test_the_description_says_what_a_client_needs() -> None:
         assert info.prefix_caching
         assert (info.limits.max_message_bytes, info.limits.max_fork_children) == (2**20, 7)
         assert info.limits.max_step_allocates == MAX_STEP_ALLOCATES
-        assert list(info.capabilities) == ["attention"]
+        assert list(info.capabilities) == ["attention", "arenas"]
         assert (info.model_name, info.model_revision) == ("org/model", "r1")
         assert info.owner_ttl_s == 12.5
         assert info.core == FORM
