@@ -9,6 +9,7 @@ all tests are collected. While they run it is absent, and the launchers take the
 from __future__ import annotations
 
 import os
+import signal
 
 import pytest
 
@@ -20,6 +21,9 @@ pytest.register_assert_rewrite("tests.core.machine", "tests.support")
 VARIABLE = "TRITON_INTERPRET"
 
 os.environ[VARIABLE] = "1"
+
+# A shell starts its background jobs with SIGINT ignored, and the programs that are tested would too.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_report_header() -> str:

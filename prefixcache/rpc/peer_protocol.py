@@ -10,10 +10,13 @@ Descriptors come with the first byte of their message.
 
 from __future__ import annotations
 
+import os
 import socket
+import stat
 import struct
 from array import array
 from collections.abc import Sequence
+from contextlib import suppress
 from enum import IntEnum, unique
 
 HEADER = struct.Struct(">I")
@@ -22,6 +25,9 @@ MAX_REQUEST_BYTES = 8192
 MAX_ANSWER_BYTES = 2**20
 MAX_DESCRIPTORS = 4
 """Of one message. More end the connection."""
+_MAX_RIGHTS = 253
+"""What the kernel lets a message have (SCM_MAX_FD). What has no room here it closes by itself."""
+_NO_LINGER = struct.pack("ii", 0, 0)
 
 
 @unique
@@ -51,7 +57,7 @@ def receive(connected: socket.socket, num_bytes: int, descriptors: list[int]) ->
     can open, and what `recvmsg` raises. `socket.recv_fds` of Python 3.11 drops its flags, and
     children would inherit them.
     """
-    space = socket.CMSG_LEN(MAX_DESCRIPTORS * array("i").itemsize)
+    space = socket.CMSG_LEN(_MAX_RIGHTS * array("i").itemsize)
     data, controls, flags, _ = connected.recvmsg(num_bytes, space, socket.MSG_CMSG_CLOEXEC)
     for level, kind, content in controls:
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
@@ -59,6 +65,21 @@ def receive(connected: socket.socket, num_bytes: int, descriptors: list[int]) ->
     if flags & socket.MSG_CTRUNC or len(descriptors) > MAX_DESCRIPTORS:
         raise ConnectionAbortedError("too many descriptors came")
     return data
+
+
+def close_descriptors(descriptors: list[int]) -> None:
+    """Close what a peer has sent, and empty the list.
+
+    A socket that the peer has made to linger (SO_LINGER, socket(7)) would hold up whoever closes it
+    last.
+    """
+    while descriptors:
+        fd = descriptors.pop()
+        if not stat.S_ISSOCK(os.fstat(fd).st_mode):
+            os.close(fd)
+            continue
+        with socket.socket(fileno=fd) as sent, suppress(OSError):
+            sent.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
 
 
 def send(connected: socket.socket, message: bytes, descriptors: Sequence[int]) -> bool:

@@ -16,6 +16,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,6 +28,7 @@ from prefixcache.rpc.peer_protocol import (
     HEADER,
     MAX_REQUEST_BYTES,
     PeerMessage,
+    close_descriptors,
     message_of,
     receive,
     send,
@@ -105,9 +107,22 @@ class PeerConnection:
         if self.pidfd is not None:
             self._owner.stop_watching(self)
 
-    def close_descriptors(self) -> None:
-        while self.descriptors:
-            os.close(self.descriptors.pop())
+    def close(self) -> None:
+        """With all that the peer has sent, read or not."""
+        with suppress(OSError):  # the peer has left
+            self.socket.shutdown(socket.SHUT_RDWR)
+        close_descriptors(self.descriptors)
+        while self._has_more():
+            close_descriptors(self.descriptors)
+        self.socket.close()
+
+    def _has_more(self) -> bool:
+        try:
+            return bool(receive(self.socket, MAX_REQUEST_BYTES, self.descriptors))
+        except ConnectionAbortedError:  # more descriptors than there may be
+            return True
+        except OSError:
+            return False
 
 
 Handler = Callable[[PeerConnection, PeerRequest], PeerAnswer]
@@ -230,7 +245,7 @@ class PeerSocket:
         num_peers = self._num_by_uid.total()
         if num_peers >= self._max_peers or self._num_by_uid[uid] >= self._max_peers_a_user:
             _send(connection, PeerMessage.REFUSED, PeerAnswer(b"too many processes are connected"))
-            accepted.close()
+            connection.close()
             return
         self._open[connection] = None
         self._num_by_uid[uid] += 1
@@ -249,7 +264,7 @@ class PeerSocket:
         connection.received += data
         while (request := _next_request(connection.received)) is not None:
             stays = self._serve(connection, request)
-            connection.close_descriptors()
+            close_descriptors(connection.descriptors)
             if not stays:
                 self._drop(connection)
                 return
@@ -281,8 +296,7 @@ class PeerSocket:
     def _drop(self, connection: PeerConnection) -> None:
         del self._open[connection]
         self._selector.unregister(connection.socket)
-        connection.socket.close()
-        connection.close_descriptors()
+        connection.close()
         for callback in connection.ends:
             callback()
         self._uncount(connection)

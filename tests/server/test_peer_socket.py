@@ -334,6 +334,40 @@ def test_more_descriptors_than_a_message_may_have_end_the_connection(
     assert served.owner.seen == []
 
 
+@contextmanager
+def lingering_socket() -> Iterator[socket.socket]:
+    """Whoever closes it last would wait for a reader that never reads."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        sender = socket.create_connection(listener.getsockname())
+        with listener.accept()[0], sender:
+            sender.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 600))
+            sender.setblocking(False)
+            with suppress(BlockingIOError):
+                while sender.send(bytes(2**20)):
+                    pass
+            yield sender
+
+
+@pytest.mark.parametrize("count", [1, MAX_DESCRIPTORS + 1])
+@pytest.mark.parametrize("message", [ASK, ASK[:-1]], ids=["whole", "unfinished"])
+@pytest.mark.parametrize("are_read", [True, False])
+def test_descriptors_that_do_not_close_at_once_hold_nobody_up(
+    serve: Serve, count: int, message: bytes, are_read: bool
+) -> None:
+    served = serve()
+    with served.raw() as bad, lingering_socket() as lingering:
+        if not are_read:  # what follows a bad request is still there when the connection is dropped
+            bad.sendall(message_of(99))
+        try:
+            socket.send_fds(bad, [message], [lingering.fileno()] * count)
+        except (BrokenPipeError, ConnectionResetError):  # dropped already, so it is closed here
+            lingering.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 0, 0))
+        lingering.close()
+        bad.close()
+        with served.connection() as other:
+            assert other.ask(KIND, b"x").rest == b"x"
+
+
 # ---- the process
 
 
