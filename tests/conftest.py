@@ -22,7 +22,7 @@ VARIABLE = "TRITON_INTERPRET"
 
 os.environ[VARIABLE] = "1"
 
-# A shell starts its background jobs with SIGINT ignored, and the programs that are tested would too.
+# A shell starts its background jobs with SIGINT ignored, which the tested programs would inherit.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
