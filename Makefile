@@ -83,7 +83,7 @@ oracle: venv ## replay whole traces, where TRACES holds them, against the oracle
 	ORACLE_TRACES="$(abspath $(TRACES))" $(PYTEST) -m oracle
 
 examples: venv ## run the examples in Node and shell against a daemon
-	@if command -v npm > /dev/null; then npm install --prefix examples/node --no-package-lock \
+	@if command -v npm > /dev/null; then timeout 120 npm install --prefix examples/node --no-package-lock \
 		--ignore-scripts --no-audit --no-fund --silent \
 		|| echo "npm cannot fetch the packages: the example in Node is left out"; \
 		else echo "no npm on PATH: the example in Node is left out"; fi
