@@ -4,7 +4,7 @@ A PUB socket sends `(topic, number, payload)` for each event; the number is the 
 big-endian. A ROUTER socket answers `(b"", number)` with the events from that number on, as far as
 the daemon's buffer has them, each as `(b"", topic, number, payload)`, and at the end with
 `(b"", b"", -1, b"")`. A subscriber sees a gap in the numbers when it, or this thread, was too slow;
-each beginning of a gap is counted.
+each beginning of a gap is counted, and at times one that a subscriber has just escaped by reading.
 
 One thread owns both sockets, after `start`, and reads the events as any watcher does. Needs pyzmq
 (`pip install 'prefixcache[events]'`).
@@ -150,14 +150,24 @@ class ZmqPublisher:
 
         ZeroMQ says so when the room of one runs out, but not what it drops after that.
         """
+        if self._could_send(message):
+            return
+        self._events.getsockopt(zmq.EVENTS)  # Looks at what was read since: a send seldom does.
+        if self._could_send(message):
+            return
+        with self._lock:
+            self._log.num_gaps[Reader.ZMQ] += 1
+        self._events.setsockopt(zmq.XPUB_NODROP, 0)
+        self._events.send_multipart(message)
+        self._events.setsockopt(zmq.XPUB_NODROP, 1)
+
+    def _could_send(self, message: tuple[bytes, bytes, bytes]) -> bool:
+        """Send it if every subscriber has room for it."""
         try:
             self._events.send_multipart(message, zmq.NOBLOCK)
         except zmq.Again:
-            with self._lock:
-                self._log.num_gaps[Reader.ZMQ] += 1
-            self._events.setsockopt(zmq.XPUB_NODROP, 0)
-            self._events.send_multipart(message)
-            self._events.setsockopt(zmq.XPUB_NODROP, 1)
+            return False
+        return True
 
     def _message(self, event: Event) -> tuple[bytes, bytes, bytes]:
         return self._topic, event.number.to_bytes(8, "big"), self._encode(event)

@@ -20,6 +20,7 @@ from tests.server.zmq_subscriber import (
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
+    Event,
     Subscriber,
     apply,
     events_in,
@@ -68,8 +69,10 @@ def subscribed(daemon: Daemon, publisher: ZmqPublisher, topic: str = "") -> Iter
 
         until(has_come)
         last = daemon.sequences.pool.events.next_number - 1
+        read: list[Event] = []
         while not subscriber.messages or subscriber.messages[-1][1] != last:
-            assert subscriber.read() == [AllBlocksCleared()]
+            read = subscriber.read()
+        assert read == [AllBlocksCleared()]
         yield subscriber
 
 
@@ -191,9 +194,11 @@ def test_each_gap_of_a_subscriber_that_is_too_slow_is_counted() -> None:
         subscribed(daemon, publisher) as subscriber,
     ):
         first = subscriber.messages[-1][1]
-        before = log.num_gaps[Reader.ZMQ]
-        while log.num_gaps[Reader.ZMQ] == before:  # Nothing is read: the room runs out.
-            fill(daemon, next(numbers), 200)
+        start = log.num_gaps[Reader.ZMQ]
+
+        def all_is_published() -> bool:
+            assert publisher.replay_endpoint is not None
+            return bool(subscriber.replay(publisher.replay_endpoint, log.next_number - 1))
 
         def has_come_to_the_end() -> bool:
             fill(daemon, next(numbers), 8)
@@ -201,12 +206,18 @@ def test_each_gap_of_a_subscriber_that_is_too_slow_is_counted() -> None:
                 subscriber.read()
             return subscriber.messages[-1][1] == log.next_number - 1
 
-        until(has_come_to_the_end)
-        num_gaps = log.num_gaps[Reader.ZMQ] - before
+        for _ in range(2):
+            before = log.num_gaps[Reader.ZMQ]
+            while log.num_gaps[Reader.ZMQ] == before:  # Nothing is read: no room is left.
+                fill(daemon, next(numbers), 200)
+            until(all_is_published)
+            until(has_come_to_the_end)
+        num_gaps = log.num_gaps[Reader.ZMQ] - start
     assert log.first_number == 0, "the publisher itself may have been too slow"
     seen = [number for _, number, _ in subscriber.messages if number >= first]
     gaps = [(one, after) for one, after in itertools.pairwise(seen) if after != one + 1]
-    assert len(gaps) == num_gaps >= 1
+    # A subscriber that reads in the moment of a drop escapes it, counted as it is.
+    assert 1 <= len(gaps) <= num_gaps
 
 
 def test_a_request_that_is_none_is_passed_over(daemon: Daemon) -> None:
