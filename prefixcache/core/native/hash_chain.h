@@ -10,12 +10,15 @@
 #include "xxhash.h"
 
 #include "sha256.h"
+#include "thread_pool.h"
 
 #if !defined(__BYTE_ORDER__) || __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
 #error "token ids are little-endian in the recipes; the Python form serves other machines"
 #endif
 
 enum { CHAIN_SHA256_CBOR, CHAIN_XXHASH_CBOR, CHAIN_XXH3 };
+
+#define GIVE_WAY_BLOCKS 64 /* about 20 us */
 
 /* What a message has besides tokens and extra keys, at most: heads, parent, null and padding. The
  * encoder writes 8 bytes for each token and moves on by the 1 to 5 that count. */
@@ -88,6 +91,7 @@ static void hash_chain_run(const hash_chain_job *job) {
         else
             xxh3_digest(job->message, num_bytes, digest);
         parent = digest;
+        if (block % GIVE_WAY_BLOCKS == GIVE_WAY_BLOCKS - 1) pool_give_way();
     }
 }
 

@@ -2,14 +2,25 @@
 #include "thread_pool.h"
 
 #include <pthread.h>
+#include <sched.h>
 #include <signal.h>
 #include <stdatomic.h>
 #include <stddef.h>
+#include <stdint.h>
 #include <sys/resource.h>
 #include <sys/syscall.h>
+#include <time.h>
 #include <unistd.h>
 
+/* How the background gives way (Linux). A thread that wakes may have had more than its share, and
+   then a computing thread goes on until the next tick, 1 to 4 ms later, whatever its niceness: an
+   echo over gRPC, 10 wakes a call, came 4 ms late once in 100 calls. A yield lets the other thread
+   run at once. But it also gives up the rest of the own slice, whoever else is there: with slices of
+   3 ms, yields every 0.1 ms left 3 % of a core that was shared with a busy process, where 25 % are
+   due; with the shortest slices 16 %. (Linux 6.18 at 250 Hz; others ignore what they do not know.) */
 #define BACKGROUND_NICENESS 5 /* a third of the time of a thread that wants the same core */
+#define BACKGROUND_SLICE_NS 100000
+#define GIVE_WAY_NS 100000
 
 typedef struct job {
     pool_function function;
@@ -35,10 +46,21 @@ static pthread_once_t prepared = PTHREAD_ONCE_INIT;
 static helpers grounds[2] = {{.work_there = PTHREAD_COND_INITIALIZER},
                              {.work_there = PTHREAD_COND_INITIALIZER}};
 
+#define NEVER INT64_MIN
+static _Thread_local int64_t gave_way_ns = NEVER; /* in the background: when, last */
+
+static int64_t now_ns(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
+}
+
 static void run_pieces(job *work, int worker) {
     int piece;
-    while ((piece = atomic_fetch_add(&work->next_piece, 1)) < work->num_pieces)
+    while ((piece = atomic_fetch_add(&work->next_piece, 1)) < work->num_pieces) {
         work->function(work->context, piece, worker);
+        pool_give_way();
+    }
 }
 
 static void leave_list(helpers *ground, job *work) {
@@ -49,15 +71,39 @@ static void leave_list(helpers *ground, job *work) {
         }
 }
 
-/* On Linux a niceness is one thread's. */
-static void yield_to_others(void) {
+/* As sched_setattr(2) takes it; C libraries declare neither. */
+typedef struct {
+    uint32_t size, policy;
+    uint64_t flags;
+    int32_t nice;
+    uint32_t priority;
+    uint64_t runtime, deadline, period;
+} thread_attributes;
+
+/* On Linux a niceness is one thread's, and so is a slice. */
+static void go_to_background(void) {
     id_t thread = (id_t)syscall(SYS_gettid);
     setpriority(PRIO_PROCESS, thread, getpriority(PRIO_PROCESS, thread) + BACKGROUND_NICENESS);
+    thread_attributes attributes = {.size = sizeof attributes};
+    if (syscall(SYS_sched_getattr, 0, &attributes, sizeof attributes, 0) == 0 &&
+        attributes.policy == SCHED_OTHER) {
+        attributes.runtime = BACKGROUND_SLICE_NS;
+        syscall(SYS_sched_setattr, 0, &attributes, 0);
+    }
+    gave_way_ns = now_ns();
+}
+
+void pool_give_way(void) {
+    if (gave_way_ns == NEVER) return;
+    int64_t now = now_ns();
+    if (now - gave_way_ns < GIVE_WAY_NS) return;
+    sched_yield();
+    gave_way_ns = now_ns();
 }
 
 static void *help(void *context) {
     helpers *ground = context;
-    if (ground == &grounds[BACKGROUND]) yield_to_others();
+    if (ground == &grounds[BACKGROUND]) go_to_background();
     pthread_mutex_lock(&lock);
     for (;;) {
         while (ground->jobs == NULL) pthread_cond_wait(&ground->work_there, &lock);

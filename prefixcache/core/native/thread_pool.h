@@ -16,6 +16,10 @@ typedef enum { FOREGROUND, BACKGROUND } pool_ground;
    the same one meanwhile. */
 typedef void (*pool_function)(void *context, int piece, int worker);
 
+/* For long pieces to call every few tens of microseconds at most. In the background it lets threads
+   run that wait for the core, which the system may else do at its next tick only: see the .c file. */
+void pool_give_way(void);
+
 /* Run all pieces on up to `num_threads` threads, and return when all are done. Fewer threads run if
    the system gives no more. */
 void pool_run(pool_function function, void *context, int num_pieces, int num_threads,

@@ -164,6 +164,7 @@ INLINE void few_rows(const attention_call *call, const segment *work, int first_
             add_head(&values, scores, rows.fades + row, num_rows, value_size,
                      rows.values + (ptrdiff_t)row * padded(value_size), type);
         }
+        pool_give_way();
     }
     finish_rows(call, work, parts, &rows);
 }

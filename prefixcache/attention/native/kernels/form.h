@@ -2,6 +2,7 @@
    defines FORM, LANES, STRIP (rows of a strip, whose sums fill the registers), HAS_PAIRS, and what
    vectors.h declares. */
 
+#include "thread_pool.h"
 #include "vectors.h"
 #include "softmax.h"
 #include "few_rows.h"

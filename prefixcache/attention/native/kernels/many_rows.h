@@ -259,6 +259,7 @@ INLINE void many_rows(const attention_call *call, const segment *work, int kv_he
             attend_strip(call, &rows, row, queries + (ptrdiff_t)row * (key_size / (pairs ? 2 : 1)),
                          keys, values, &scales, first, pairs);
         }
+        pool_give_way();
     }
     finish_rows(call, work, parts, &rows);
 }
