@@ -39,7 +39,7 @@ class ZmqPublisher:
 
     encode: the payload of an event. max_unread_events: messages that wait for one subscriber; it
     misses the others. max_unread_replies: messages of a replay that wait for its
-    peer; the others are sent as it reads.
+    peer; the others are sent as it reads. linger_ms: for what the end leaves unsent.
 
     Raises InvalidArgumentError if an address cannot be bound.
     """
@@ -53,6 +53,7 @@ class ZmqPublisher:
         topic: str = "",
         max_unread_events: int = _MAX_UNREAD,
         max_unread_replies: int = _MAX_UNREAD,
+        linger_ms: int = _LINGER_MS,
     ) -> None:
         log = sequences.pool.events
         assert log is not None
@@ -60,6 +61,7 @@ class ZmqPublisher:
         self._lock = sequences.lock
         self._encode = encode
         self._topic = topic.encode()
+        self._linger_ms = linger_ms
         self._next_number = 0
         self._replays: dict[bytes, int] = {}
         self._is_closing = False
@@ -79,6 +81,7 @@ class ZmqPublisher:
                 self._replay = _bound(router, replay_endpoint, "events_zmq_replay")
         except InvalidArgumentError:
             self._end()
+            os.close(self._wake_fd)
             raise
         self._thread = threading.Thread(target=self._run, name="zmq-events", daemon=True)
 
@@ -103,9 +106,11 @@ class ZmqPublisher:
         self._is_closing = True
         if self._thread.ident is None:
             self._end()
-            return
-        self._wake()
-        self._thread.join()
+        else:
+            self._wake()
+            self._thread.join()
+        # Not closed by the thread, which may have ended before it was woken.
+        os.close(self._wake_fd)
 
     # ---- the thread
 
@@ -213,8 +218,7 @@ class ZmqPublisher:
     def _end(self) -> None:
         with self._lock:
             self._log.forget(self._wake)
-        os.close(self._wake_fd)
-        self._context.destroy(_LINGER_MS)
+        self._context.destroy(self._linger_ms)
 
 
 def _bound(socket: zmq.Socket[bytes], endpoint: str, field: str) -> zmq.Socket[bytes]:
