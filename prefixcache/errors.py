@@ -405,7 +405,10 @@ class TooManyStreamsError(ResourceExhaustedError):
     reason = "TOO_MANY_STREAMS"
 
     def __init__(self, limit: int) -> None:
-        super().__init__(f"{limit} streams are open, and no more are served", {"limit": limit})
+        super().__init__(
+            f"{limit} streams are open, or kept for other tenants, and no more are served",
+            {"limit": limit},
+        )
 
 
 class TooManySessionsError(ResourceExhaustedError):
@@ -443,7 +446,9 @@ class TooManyCallsError(ResourceExhaustedError):
 
     def __init__(self, limit: int) -> None:
         super().__init__(
-            f"{limit} calls wait for a thread, and no more are taken", {"limit": limit}
+            f"{limit} calls wait for a thread, or their places are kept for other tenants, and no "
+            "more are taken",
+            {"limit": limit},
         )
 
 

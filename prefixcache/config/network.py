@@ -75,7 +75,8 @@ class AccessSection(Section):
     auth: Path | None = setting(
         None,
         "TOML file that says whose the credentials of callers are. Left out, there is no access "
-        "control. Read again on SIGHUP.",
+        "control. Each of N tenants in it can always have the N-th part of what all share: "
+        "sessions, streams, arenas, and places of calls that wait. Read again on SIGHUP.",
     )
     tls_cert: Path | None = setting(
         None,

@@ -3,7 +3,7 @@
 The first tenant that opens as many sessions as there may be would leave none to the others, and the
 blocks that are guaranteed to them would be of no use. So it is with places as with blocks (see
 `prefixcache.core.accounts`): of N tenants each can always have the N-th part, and more as long as
-nobody has reserved it. Guarded by the core's lock.
+nobody has reserved it. Guarded by its owner.
 """
 
 from __future__ import annotations
@@ -31,10 +31,14 @@ class Shares:
 
     def has_place(self, tenant: Hashable) -> bool:
         """Whether one more of the tenant leaves to the others what they lack of their shares."""
-        return self._num_held + self._num_lacking - self._lacks(tenant) < self._limit
+        return self.num_left(tenant) > 0
 
-    def add(self, tenant: Hashable) -> None:
-        self._change(tenant, 1)
+    def num_left(self, tenant: Hashable) -> int:
+        """How many more the tenant can have; below 0 if there were fewer to share before."""
+        return self._limit - self._num_held - self._num_lacking + self._lacks(tenant)
+
+    def add(self, tenant: Hashable, count: int = 1) -> None:
+        self._change(tenant, count)
 
     def remove(self, tenant: Hashable) -> None:
         self._change(tenant, -1)

@@ -7,6 +7,8 @@ socket gave to a user of this host; or else the certificate of its TLS connectio
     caller(context, needed_role)    who makes a call, and that it may
     stream(context, needed_role)    the same for a stream, with what says whether that still holds
     peer_caller(peer, token)        who asks on the peer socket
+    tenants()                       names of those that there are, see `places.Tenants`
+    tenants_with_admins()           of those that have an identity with the role admin
     cut_revoked()                   cancel the streams for which it does not
     for_tenant(caller, name)        an operator, asking what a tenant would find
 
@@ -16,7 +18,7 @@ Safe to call from many threads; the clock, in seconds since 1970, is injected.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -74,6 +76,12 @@ class OpenAccess:
     def peer_caller(self, peer: Peer, token: str) -> Caller:
         return ANYONE
 
+    def tenants(self) -> Collection[str]:
+        return ()
+
+    def tenants_with_admins(self) -> Collection[str]:
+        return ()
+
     def cut_revoked(self) -> None:
         pass
 
@@ -129,6 +137,12 @@ class AccessControl:
         Raises UnauthenticatedError.
         """
         return self._caller_with(Bearer(token_hash(token)) if token else peer)
+
+    def tenants(self) -> Collection[str]:
+        return self._rules.tenants
+
+    def tenants_with_admins(self) -> Collection[str]:
+        return self._rules.tenants_with_admins
 
     def cut_revoked(self) -> None:
         """Cancel streams whose caller could not open them now. To be called now and then."""

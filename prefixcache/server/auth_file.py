@@ -24,7 +24,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from prefixcache.core.tenants import TenantQuota
 from prefixcache.errors import InvalidArgumentError
-from prefixcache.server.callers import Caller
+from prefixcache.server.callers import ADMIN, Caller
 from prefixcache.sizes import MAX_BLOCKS
 from prefixcache.types import PoolAccess
 
@@ -50,7 +50,8 @@ class AuthRules:
 
     by_token: the SHA-256 of a token. by_subject: a certificate's subject, or `dns:NAME` or
     `uri:URI` for a subject alternative name. by_gid: in the order of the file.
-    tenants: by name, every one that an identity has.
+    tenants: by name, every one that an identity has. tenants_with_admins: names of those that have
+    one with the role admin.
     """
 
     by_token: Mapping[bytes, Identity]
@@ -58,6 +59,7 @@ class AuthRules:
     by_uid: Mapping[int, Identity]
     by_gid: Mapping[int, Identity]
     tenants: Mapping[str, TenantQuota]
+    tenants_with_admins: frozenset[str]
 
     def of_user(self, uid: int, gids: Collection[int]) -> Identity | None:
         """A user of this host goes before its groups."""
@@ -196,6 +198,9 @@ def parse_auth_rules(document: Mapping[str, object]) -> AuthRules:
         by_uid={int(key): who for key, who in found["uid"].items()},
         by_gid={int(key): who for key, who in found["gid"].items()},
         tenants=tenants,
+        tenants_with_admins=frozenset(
+            entry.tenant for entry in file.identities if ADMIN in entry.roles
+        ),
     )
 
 

@@ -102,7 +102,7 @@ class CacheService:
             raise InvalidArgumentError("wait_pending_ms", "must be 0 in a step, which never waits")
         allocation = self._allocation(request, caller)
         if wait_s and context is not None and self._waits is not None:
-            allocated = self._waits.allocate(allocation, wait_s, context)
+            allocated = self._waits.allocate(allocation, wait_s, caller.tenant, context)
         else:
             with self._sequences.lock:
                 allocated = allocation.apply()

@@ -171,7 +171,7 @@ def _stream_handler(
         try:
             with (
                 admit(context) as known,
-                streams.opened(),
+                streams.opened(known.caller.tenant),
                 open_stream(context.cancel, known.caller) as answer_request,
             ):
                 answer = _answer(rpc, lambda request, caller: answer_request(request), max_fields)
@@ -218,7 +218,7 @@ def _watch_handler(
 
     def handle(requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         try:
-            with admit(context) as known, streams.opened():
+            with admit(context) as known, streams.opened(known.caller.tenant):
                 with Call(rpc, context) as call:
                     call.caller = known.caller
                     replies = begin(call, requests)

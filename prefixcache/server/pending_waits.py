@@ -19,40 +19,41 @@ import grpc
 from prefixcache.core.sequences import Sequences
 from prefixcache.errors import CancelledCallError, DeadlineExceededError
 from prefixcache.server.allocation import Allocation
+from prefixcache.server.places import Places
 from prefixcache.types import AllocateResult
 
 
 class PendingWaits:
     """lent_place: lets another thread run while the calling one waits.
 
-    limit: of calls that wait, since each has a thread; one more is answered without the wait.
+    places: of calls that wait, since each has a thread; one more is answered without the wait.
     """
 
     def __init__(
         self,
         sequences: Sequences,
         lent_place: Callable[[], AbstractContextManager[None]],
-        limit: int,
+        places: Places,
     ) -> None:
         self._sequences = sequences
         self._lent_place = lent_place
-        self._places = threading.BoundedSemaphore(limit)
+        self._places = places
 
     def allocate(
-        self, allocation: Allocation, wait_s: float, context: grpc.ServicerContext
+        self, allocation: Allocation, wait_s: float, tenant: str, context: grpc.ServicerContext
     ) -> AllocateResult:
-        """What it gives, after at most `wait_s` seconds.
+        """What it gives, after at most `wait_s` seconds, in a place of the tenant's.
 
         Raises what it does, and CancelledCallError or DeadlineExceededError if the caller has gone
         while it waited: nothing was applied then.
         """
-        if not self._places.acquire(blocking=False):
+        if not self._places.take(tenant):
             with self._sequences.lock:
                 return allocation.apply()
         try:
             return self._wait(allocation, time.monotonic() + wait_s, context)
         finally:
-            self._places.release()
+            self._places.give_back(tenant)
 
     def wake_all(self) -> None:
         """Let all look again: the daemon is draining."""

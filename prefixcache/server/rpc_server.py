@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import grpc
@@ -28,8 +29,10 @@ from prefixcache.server.daemon import MAX_STREAMS_PER_CONNECTION, Daemon
 from prefixcache.server.event_streams import MAX_EVENT_STREAMS, EventStreams
 from prefixcache.server.handlers import Service, Transfers, add_services, run_in
 from prefixcache.server.health_service import HealthService
+from prefixcache.server.incoming_calls import tenant_of_calls
 from prefixcache.server.keep_alive import KeepAliveStreams
 from prefixcache.server.pending_waits import PendingWaits
+from prefixcache.server.places import Places
 from prefixcache.server.replies import Replies
 from prefixcache.server.session_service import SessionService
 from prefixcache.server.streams import Streams
@@ -39,7 +42,7 @@ from prefixcache.server.workers import Workers, WorkQueueLimits
 MIN_PING_INTERVAL_MS = 5_000
 """Clients may ping this often, with or without calls, before they are told to go away."""
 _MAX_WATCHES = 64
-"""Health watches and reflection streams that are served at the same time; more are refused."""
+"""Health watches that are served at the same time, and reflection streams; more are refused."""
 _STREAMS_A_SESSION = 2
 """KeepAlive streams: the daemon may not know yet that the one before has broken."""
 HANDSHAKE_TIMEOUT_MS = 5_000
@@ -95,13 +98,21 @@ class RpcServer:
         self._daemon = daemon
         self._num_ended = 0
         limits = daemon.info.limits
-        queue = WorkQueueLimits(limits.max_queued_calls, limits.max_queue_wait_s)
-        self._workers = Workers(max_workers, "rpc", queue, clock=daemon.clock)
-        self._attention_workers = Workers(max_workers, "attention", queue, clock=daemon.clock)
+        tenants = self._access.tenants
+        make_workers = partial(
+            Workers,
+            max_workers,
+            limits=WorkQueueLimits(limits.max_queued_calls, limits.max_queue_wait_s),
+            tenants=tenants,
+            tenant_of=tenant_of_calls(self._access),
+            clock=daemon.clock,
+        )
+        self._workers, self._attention_workers = make_workers("rpc"), make_workers("attention")
         self._watches = Streams(_MAX_WATCHES, "watch")
-        self._step_streams = Streams(limits.max_step_streams, "step")
+        self._reflections = Streams(_MAX_WATCHES, "reflection", tenants)
+        self._step_streams = Streams(limits.max_step_streams, "step", tenants)
         self._waits = PendingWaits(
-            daemon.sequences, self._workers.lent_place, limits.max_pending_waits
+            daemon.sequences, self._workers.lent_place, Places(limits.max_pending_waits, tenants)
         )
         self._arrivals = Arrivals(daemon.clock)
         self.call_counts = {method.name: CallCounts() for method in wire.methods()}
@@ -127,8 +138,10 @@ class RpcServer:
             },
             {
                 "Step": self._step_streams,
-                "KeepAlive": Streams(max_keep_alives, "keep-alive"),
-                "WatchEvents": Streams(MAX_EVENT_STREAMS, "events"),
+                "KeepAlive": Streams(max_keep_alives, "keep-alive", tenants),
+                "WatchEvents": Streams(
+                    MAX_EVENT_STREAMS, "events", self._access.tenants_with_admins
+                ),
             },
             Transfers(self._arrivals, self._replies),
             self._access,
@@ -238,12 +251,15 @@ class RpcServer:
 
         def answer(requests: Any, context: grpc.ServicerContext) -> Iterator[Any]:
             try:
-                with self._access.stream(context, None), self._watches.opened():
+                with (
+                    self._access.stream(context, None) as known,
+                    self._reflections.opened(known.caller.tenant),
+                ):
                     yield from servicer.ServerReflectionInfo(requests, context)
             except PrefixCacheError as error:
                 context.abort_with_status(to_status(error, self._daemon.boot_id))
 
-        run_in(self._watches.workers, answer)
+        run_in(self._reflections.workers, answer)
         handler = grpc.stream_stream_rpc_method_handler(
             answer,
             request_deserializer=reflection_pb2.ServerReflectionRequest.FromString,

@@ -11,7 +11,9 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
+from prefixcache.core.tenants import NO_TENANT
 from prefixcache.errors import DrainingError, TooManyStreamsError
+from prefixcache.server.places import Places, Tenants, nobody
 
 _REFUSING_THREADS = 2
 
@@ -20,29 +22,26 @@ class Streams:
     """The open streams of one RPC, at most `limit`, and the requests on them being answered.
 
     One stream more is refused and not left to wait: nobody knows for how long. So there are
-    threads on top of the limit, to refuse with.
+    threads on top of the limit, to refuse with. tenants: each can always have its share of it.
     """
 
-    def __init__(self, limit: int, name: str) -> None:
+    def __init__(self, limit: int, name: str, tenants: Tenants = nobody) -> None:
         self.workers = ThreadPoolExecutor(limit + _REFUSING_THREADS, name)
         self._limit = limit
+        self._places = Places(limit, tenants)
         self._changed = threading.Condition()
-        self._num_open = 0
         self._num_answering = 0
         self._is_closing = False
 
     @contextmanager
-    def opened(self) -> Iterator[None]:
-        """A stream is open meanwhile. Raises TooManyStreamsError."""
-        with self._changed:
-            if self._num_open == self._limit:
-                raise TooManyStreamsError(self._limit)
-            self._num_open += 1
+    def opened(self, tenant: str = NO_TENANT) -> Iterator[None]:
+        """A stream of that tenant is open meanwhile. Raises TooManyStreamsError."""
+        if not self._places.take(tenant):
+            raise TooManyStreamsError(self._limit)
         try:
             yield
         finally:
-            with self._changed:
-                self._num_open -= 1
+            self._places.give_back(tenant)
 
     @contextmanager
     def answering(self) -> Iterator[None]:

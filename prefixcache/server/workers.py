@@ -1,7 +1,7 @@
 """Threads that answer calls, of which the one that was busy last takes the next call.
 
-What finds no thread waits, but neither too many nor for too long: the rest is handed to threads
-whose only work is to refuse.
+What finds no thread waits, the calls of each tenant in order and the tenants in turn, but neither
+too many nor for too long: the rest is handed to threads whose only work is to refuse.
 
 `ThreadPoolExecutor` gives calls to its threads in turn. Once a burst has started all of them, each
 call wakes one whose stack and caches have gone cold: with 16 threads an empty call took 10 to 40 us
@@ -14,7 +14,6 @@ import math
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -23,6 +22,9 @@ from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 from prefixcache.errors import PrefixCacheError, TooManyCallsError, WaitedTooLongError
+from prefixcache.server.fair_queue import FairQueue
+from prefixcache.server.incoming_calls import TenantOf, no_tenant
+from prefixcache.server.places import Places, Tenants, nobody
 
 _REFUSING_THREADS = 2
 _MAX_STAND_INS = 256
@@ -42,7 +44,9 @@ _Mailbox = SimpleQueue[_Work | None]
 
 
 class Workers(ThreadPoolExecutor):
-    """At most `num_threads` threads, started when they are needed. Work waits in order.
+    """At most `num_threads` threads, started when they are needed.
+
+    tenants: each can always have its share of what may wait. tenant_of: says whose a call is.
 
     A thread that waits for something else may lend its place: then one more is started. Once it
     goes on, there are more threads than `num_threads`, until one of them has nothing to do. So it
@@ -61,11 +65,14 @@ class Workers(ThreadPoolExecutor):
         name: str,
         limits: WorkQueueLimits | None = None,
         *,
+        tenants: Tenants = nobody,
+        tenant_of: TenantOf = no_tenant,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(num_threads, name)
         self._num_threads, self._name = num_threads, name
         self._limits = limits or WorkQueueLimits()
+        self._tenant_of = tenant_of
         self._clock = clock
         self._refusing = ThreadPoolExecutor(_REFUSING_THREADS, f"{name}-refusing")
         self._of_thread = threading.local()
@@ -78,7 +85,8 @@ class Workers(ThreadPoolExecutor):
         self._num_lent = 0
         self._num_stand_ins = 0
         self._idle: list[_Mailbox] = []
-        self._waiting: deque[_Work] = deque()
+        places = Places(self._limits.max_waiting, tenants, with_nobody=True)
+        self._waiting: FairQueue[_Work] = FairQueue(places)
         self._is_shut = False
 
     @property
@@ -100,8 +108,9 @@ class Workers(ThreadPoolExecutor):
             if self._idle:
                 self._num_busy += 1
                 self._idle.pop().put(work)
-            elif self._has_place() or len(self._waiting) < self._limits.max_waiting:
-                self._waiting.append(work)
+            elif not self._waiting and self._has_place() and self._start(work):
+                pass
+            elif self._waiting.put(self._tenant_of(args), work):
                 self._start_waiting()
             else:
                 self._refuse(work, TooManyCallsError(self._limits.max_waiting))
@@ -120,8 +129,8 @@ class Workers(ThreadPoolExecutor):
         """Refuse what has waited too long. To be called now and then."""
         oldest_s = self._clock() - self._limits.max_wait_s
         with self._guard:
-            while self._waiting and self._waiting[0][2] <= oldest_s:
-                self._refuse(self._waiting.popleft(), WaitedTooLongError(self._limits.max_wait_s))
+            for work in self._waiting.take_late(lambda work: work[2] <= oldest_s):
+                self._refuse(work, WaitedTooLongError(self._limits.max_wait_s))
 
     @contextmanager
     def lent_place(self) -> Iterator[None]:
@@ -154,7 +163,7 @@ class Workers(ThreadPoolExecutor):
         with self._guard:
             self._is_shut = True
             while cancel_futures and self._waiting:
-                self._waiting.popleft()[0].cancel()
+                self._waiting.take()[0].cancel()
             while self._idle:
                 self._idle.pop().put(None)
             started = list(self._started)
@@ -170,22 +179,23 @@ class Workers(ThreadPoolExecutor):
         return len(self._started) < self._num_places
 
     def _start_waiting(self) -> None:
-        while self._waiting and self._has_place():
-            try:
-                self._start(self._waiting[0])
-            except RuntimeError:  # the host has no thread left: it waits for one that there is
-                return
-            self._waiting.popleft()
+        while self._waiting and self._has_place() and self._start(self._waiting.first()):
+            self._waiting.take()
 
-    def _start(self, work: _Work) -> None:
+    def _start(self, work: _Work) -> bool:
+        """False if the host has no thread left: the work waits for one that there is."""
         mailbox: _Mailbox = SimpleQueue()
         mailbox.put(work)
         name = f"{self._name}_{self._num_made}"
         thread = threading.Thread(target=self._run, args=(mailbox,), name=name, daemon=True)
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError:
+            return False
         self._num_made += 1
         self._num_busy += 1
         self._started[thread] = None
+        return True
 
     def _run(self, mailbox: _Mailbox) -> None:
         while (work := mailbox.get()) is not None:
@@ -194,11 +204,11 @@ class Workers(ThreadPoolExecutor):
                 work = self._next(mailbox)
 
     def _next(self, mailbox: _Mailbox) -> _Work | None:
-        """What has waited longest; None if the thread is to look into its mailbox."""
+        """What waits; None if the thread is to look into its mailbox."""
         with self._guard:
             self._num_ended += 1
             if self._waiting:
-                return self._waiting.popleft()
+                return self._waiting.take()
             if self._is_shut:
                 mailbox.put(None)
             elif len(self._started) > self._num_places:
