@@ -37,7 +37,10 @@ class Signals:
 
 @contextmanager
 def obeyed_signals() -> Iterator[Signals]:
-    """Only in the main thread. The second of STOP_SIGNALS ends the process at once."""
+    """Only in the main thread. The second of STOP_SIGNALS ends the process at once.
+
+    Afterwards they are ignored: a process that has all but ended would die of one that comes late.
+    """
     stops: list[int] = []
 
     def on_stop(number: int, frame: FrameType | None) -> None:
@@ -52,12 +55,13 @@ def obeyed_signals() -> Iterator[Signals]:
     os.set_blocking(write_end, False)
     previous_fd = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
     handlers = dict.fromkeys(STOP_SIGNALS, on_stop) | {RELOAD_SIGNAL: on_reload}
-    previous = {number: signal.signal(number, handlers[number]) for number in handlers}
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
     try:
         yield Signals(read_end)
     finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+        for number in handlers:
+            signal.signal(number, signal.SIG_IGN)
         signal.set_wakeup_fd(previous_fd)
         os.close(read_end)
         os.close(write_end)

@@ -66,6 +66,18 @@ def test_sighup_without_a_file_leaves_the_daemon_serving(tmp_path: Path) -> None
         assert daemon.wait(timeout=30) == 0
 
 
+@pytest.mark.parametrize("late", [signal.SIGHUP, signal.SIGINT, signal.SIGTERM])
+def test_a_signal_that_comes_when_all_is_done_changes_no_exit_code(
+    tmp_path: Path, late: signal.Signals
+) -> None:
+    with serving(tmp_path, *MANAGER) as daemon:
+        daemon.send_signal(signal.SIGTERM)
+        logged_until(daemon, "stopped")
+        while daemon.poll() is None:
+            daemon.send_signal(late)
+        assert daemon.returncode == 0
+
+
 def test_systemd_is_told_of_start_reload_and_stop_and_hears_beats(tmp_path: Path) -> None:
     with NotifySocket(f"{tmp_path}/notify") as systemd:
         environ = {"NOTIFY_SOCKET": systemd.name, "WATCHDOG_USEC": "100000"}
@@ -175,8 +187,10 @@ def test_a_stopped_client_with_many_calls_open_keeps_nobody_waiting(tmp_path: Pa
             text=True,
             bufsize=1,
         ) as stopped,
+        ExitStack() as ending,
         Client(daemon.addresses[0], timeout_s=WAIT_S) as client,
     ):
+        ending.callback(stopped.kill)
         assert stopped.stdin is not None
         assert stopped.stdout is not None
         stopped.stdin.write("\n")
@@ -188,7 +202,6 @@ def test_a_stopped_client_with_many_calls_open_keeps_nobody_waiting(tmp_path: Pa
         stopped.send_signal(signal.SIGCONT)
         stopped.stdin.write("\n")
         assert stopped.stdout.readline() == "goes on\n"
-        stopped.kill()
 
 
 # ---- open files
@@ -234,11 +247,11 @@ def test_without_free_descriptors_the_daemon_serves_who_is_there_and_later_all(
         ExitStack() as others,
     ):
         sequence = client.sequence(range(20))
-        num_open = len(os.listdir(f"/proc/{daemon.pid}/fd"))
-        resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE, (num_open + 5, num_open + 5))
-        for _ in range(20):
+        limit = max(map(int, os.listdir(f"/proc/{daemon.pid}/fd"))) + 5
+        resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE, (limit, limit))
+        for _ in range(20 + limit):
             others.enter_context(connected_socket(daemon.addresses[0]))
-        until(lambda: len(os.listdir(f"/proc/{daemon.pid}/fd")) == num_open + 5)
+        until(lambda: len(os.listdir(f"/proc/{daemon.pid}/fd")) == limit)
         before_s, start_s = cpu_seconds(daemon), time.monotonic()
         while time.monotonic() < start_s + 1.0:
             sequence.append([1])
