@@ -16,6 +16,8 @@ from prefixcache.errors import InvalidArgumentError
 _USEC = 1_000_000
 _EXTRA_STOP_S = 10.0
 """What ending takes beside the drain."""
+_SEND_TIMEOUT_S = 5.0
+"""For room in the manager's queue."""
 
 
 class ServiceManager:
@@ -52,15 +54,18 @@ class ServiceManager:
         self._send(*lines)
 
     def beat(self) -> None:
-        self._send("WATCHDOG=1")
+        """Left out if the manager is slow to read: it has beats to read."""
+        self._send("WATCHDOG=1", timeout_s=0.0)
 
-    def _send(self, *lines: str) -> None:
+    def _send(self, *lines: str, timeout_s: float = _SEND_TIMEOUT_S) -> None:
         if self._address is None:
             return
         # A manager that has gone is no reason to stop serving.
         with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
-            sender.setblocking(False)
-            sender.sendto("\n".join(lines).encode(), self._address)
+            # Only a connected socket waits for room at its peer, which is 10 messages by default.
+            sender.connect(self._address)
+            sender.settimeout(timeout_s)
+            sender.send("\n".join(lines).encode())
 
 
 def _address_of(name: str) -> str:

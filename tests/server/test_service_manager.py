@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,20 @@ def test_systemd_hears_of_start_reload_beats_and_stop(systemd: NotifySocket) -> 
     message = systemd.receive()
     assert message.pop("STATUS")
     assert message == {"STOPPING": "1", "EXTEND_TIMEOUT_USEC": "40000000"}
+
+
+def test_a_manager_that_is_slow_to_read_misses_beats_and_nothing_else(
+    systemd: NotifySocket,
+) -> None:
+    manager = manager_of(systemd)
+    room = int(Path("/proc/sys/net/unix/max_dgram_qlen").read_text()) + 1
+    for _ in range(room + 5):
+        manager.beat()
+    with ThreadPoolExecutor(1) as thread:
+        ready = thread.submit(manager.ready, "serving")
+        num_beats, message = systemd.receive_until("READY")
+        ready.result()
+    assert (num_beats, message["STATUS"]) == (room, "serving")
 
 
 def test_a_watchdog_is_told_to_wait_for_the_end_of_the_calls(systemd: NotifySocket) -> None:
