@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 
 import numpy as np
@@ -39,9 +40,11 @@ def test_a_chain_is_the_same_wherever_it_is_hashed(name: str) -> None:
 
 def nicenesses() -> set[int]:
     """Of the threads of this process."""
-    return {
-        os.getpriority(os.PRIO_PROCESS, int(thread)) for thread in os.listdir("/proc/self/task")
-    }
+    found = set()
+    for thread in os.listdir("/proc/self/task"):
+        with suppress(ProcessLookupError):  # it has ended since
+            found.add(os.getpriority(os.PRIO_PROCESS, int(thread)))
+    return found
 
 
 def test_the_caller_keeps_its_priority_and_the_background_has_a_lower_one() -> None:
