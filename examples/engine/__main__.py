@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 import uvicorn
 
-from examples.engine.app import make_app
+from examples.engine.app import DEFAULT_TIMEOUT_S, make_app
 from examples.engine.loop import Engine
 from examples.engine.openai_form import ServedModel
 from examples.engine.runner import TransformersRunner, TransformersTokenizer, load
@@ -32,7 +32,12 @@ def main() -> None:
     ):
         info = client.server_info()
         text = TransformersTokenizer(tokenizer)
-        limits = Limits(arguments.step_tokens, arguments.max_running, arguments.wait_pending)
+        limits = Limits(
+            arguments.step_tokens,
+            arguments.max_running,
+            arguments.wait_pending,
+            arguments.max_waiting,
+        )
         engine = Engine(
             Scheduler(client, limits),
             runner,
@@ -45,8 +50,10 @@ def main() -> None:
             max_tokens=min(model.config.max_position_embeddings, info.num_blocks * info.block_size),
             vocabulary=model.config.vocab_size,
             max_choices=min(limits.max_running, info.max_fork_children + 1),
+            max_prompts=limits.max_waiting,
         )
-        config = uvicorn.Config(make_app(engine, served), log_level="warning")
+        app = make_app(engine, served, arguments.timeout)
+        config = uvicorn.Config(app, log_level="warning")
         listening = listen(arguments.host, arguments.port)
         url = f"http://{arguments.host}:{listening.getsockname()[1]}/v1"
         print(f"serving {served.name} at {url}", flush=True)
@@ -82,6 +89,15 @@ def parse_arguments() -> argparse.Namespace:
         type=float,
         default=defaults.max_wait_pending_s,
         help="longest wait, in seconds, for others that compute a prompt's prefix; 0 for none",
+    )
+    parser.add_argument(
+        "--max-waiting",
+        type=int,
+        default=defaults.max_waiting,
+        help="requests that wait for room at most; more are answered with 429",
+    )
+    parser.add_argument(
+        "--timeout", type=float, default=DEFAULT_TIMEOUT_S, help="seconds for a whole answer"
     )
     return parser.parse_args()
 

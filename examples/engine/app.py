@@ -1,7 +1,7 @@
 """The engine's HTTP endpoint: /v1/completions, /v1/chat/completions, /v1/models, /health.
 
-Owns the callers: one whose connection ends is gone, and the engine frees what it holds. Runs in
-uvicorn's event loop; the engine has a thread of its own.
+What a caller has asked for ends with its connection. Runs in uvicorn's event loop; the engine has a
+thread of its own.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
-from examples.engine.loop import Engine, EngineStoppedError
+from examples.engine.answering import Answering
+from examples.engine.loop import Engine
 from examples.engine.openai_form import (
     ApiError,
     Ask,
@@ -30,18 +32,20 @@ from examples.engine.openai_form import (
     ServedModel,
     Usage,
 )
-from examples.engine.request import Caller, Delta, Request
-from prefixcache.errors import InvalidArgumentError, PrefixCacheError
+
+DEFAULT_TIMEOUT_S = 600.0
+"""That of OpenAI's own clients."""
+MAX_BODY_BYTES = 16 * 2**20
 
 
-def make_app(engine: Engine, model: ServedModel) -> Starlette:
-    """The engine runs from the application's start to its end."""
+def make_app(engine: Engine, model: ServedModel, timeout_s: float = DEFAULT_TIMEOUT_S) -> Starlette:
+    """The engine runs from the application's start to its end. timeout_s: for a whole answer."""
 
     async def completions(http: HttpRequest) -> Response:
-        return await _answer(engine, Completions(model), http)
+        return await _answer(engine, Completions(model), http, timeout_s)
 
     async def chat(http: HttpRequest) -> Response:
-        return await _answer(engine, Chat(model), http)
+        return await _answer(engine, Chat(model), http, timeout_s)
 
     async def models(_: HttpRequest) -> Response:
         return JSONResponse({"object": "list", "data": [model.card()]})
@@ -68,7 +72,11 @@ def make_app(engine: Engine, model: ServedModel) -> Starlette:
             Route("/v1/models/{name:path}", one_model),
             Route("/health", health),
         ],
-        exception_handlers={ApiError: _api_error, HTTPException: _http_error},
+        exception_handlers={
+            ApiError: _api_error,
+            HTTPException: _http_error,
+            Exception: _internal_error,
+        },
         lifespan=lifespan,
     )
 
@@ -78,41 +86,66 @@ def _health(engine: Engine) -> Response:
     body = {
         "status": "ok" if engine.is_running else "stopped",
         "running": len(scheduler.running),
-        "waiting": len(scheduler.waiting),
+        "waiting": engine.num_waiting,
         "preempted": scheduler.num_preempted,
         **asdict(engine.counters),
     }
     return JSONResponse(body, 200 if engine.is_running else 503)
 
 
-async def _answer(engine: Engine, form: Form, http: HttpRequest) -> Response:
-    try:
-        body = await http.json()
-    except ValueError as error:
-        raise ApiError(400, f"the body is not JSON: {error}") from error
-    ask = form.parse(body)
+async def _answer(engine: Engine, form: Form, http: HttpRequest, timeout_s: float) -> Response:
+    ask = form.parse(await _body(http))
+    answering = Answering(engine, ask, timeout_s)
     if ask.is_stream:
-        # StreamingResponse ends its iterator when the connection ends.
-        return StreamingResponse(_events(engine, ask), media_type="text/event-stream")
-    return await _unless_gone(http, _whole_reply(engine, ask))
+        return _Events(ask, answering)
+    with answering:
+        return await _unless_gone(http, _whole_reply(ask, answering))
 
 
-async def _whole_reply(engine: Engine, ask: Ask) -> Response:
+async def _body(http: HttpRequest) -> Any:
+    """Raises ApiError for what is no JSON, or no Unicode."""
+    received = bytearray()
+    async for part in http.stream():
+        received += part
+        if len(received) > MAX_BODY_BYTES:
+            raise ApiError(413, f"the body is larger than {MAX_BODY_BYTES} bytes")
+    try:
+        body = json.loads(received)
+        _json(body).encode()  # JSON may name halves of characters
+    except (ValueError, RecursionError) as error:
+        raise ApiError(400, f"the body is not JSON: {error}") from error
+    return body
+
+
+async def _whole_reply(ask: Ask, answering: Answering) -> Response:
     usage = Usage(ask.questions)
-    choices = [Choice(index) for index in range(_num_choices(ask))]
-    async for delta in _deltas(engine, ask):
+    choices = [Choice(index) for index in range(ask.num_choices)]
+    async for delta in answering.deltas():
         choices[delta.index].add(delta)
         usage.add(delta)
     return JSONResponse(ask.form.reply(choices, usage))
 
 
-async def _events(engine: Engine, ask: Ask) -> AsyncIterator[str]:
-    """The answer as server-sent events. What fails in the middle is an event too."""
+class _Events(StreamingResponse):
+    """The answer as server-sent events, which end with the connection."""
+
+    def __init__(self, ask: Ask, answering: Answering) -> None:
+        super().__init__(_events(ask, answering), media_type="text/event-stream")
+        self._answering = answering
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        # Not in `_events`: one that has not begun to run does not come to its end.
+        with self._answering:
+            await super().__call__(scope, receive, send)
+
+
+async def _events(ask: Ask, answering: Answering) -> AsyncIterator[str]:
+    """What fails in the middle is an event too."""
     usage = Usage(ask.questions)
-    for chunk in ask.form.first_chunks(_num_choices(ask)):
+    for chunk in ask.form.first_chunks(ask.num_choices):
         yield _event(chunk)
     try:
-        async for delta in _deltas(engine, ask):
+        async for delta in answering.deltas():
             usage.add(delta)
             if delta.text or delta.is_last:
                 yield _event(ask.form.chunk(delta))
@@ -121,41 +154,6 @@ async def _events(engine: Engine, ask: Ask) -> AsyncIterator[str]:
     except ApiError as error:
         yield _event(error.body())
     yield "data: [DONE]\n\n"
-
-
-async def _deltas(engine: Engine, ask: Ask) -> AsyncIterator[Delta]:
-    """All deltas of all choices; however it ends, the engine is left with nothing of it.
-
-    Raises ApiError.
-    """
-    arrived: asyncio.Queue[Delta] = asyncio.Queue()
-    event_loop = asyncio.get_running_loop()
-
-    def tell(delta: Delta) -> None:
-        event_loop.call_soon_threadsafe(arrived.put_nowait, delta)
-
-    caller = Caller(tell)
-    num_choices = ask.questions[0].num_choices
-    requests = [
-        Request.of(question, caller, number * num_choices)
-        for number, question in enumerate(ask.questions)
-    ]
-    try:
-        engine.submit(requests)
-        num_left = _num_choices(ask)
-        while num_left:
-            delta = await arrived.get()
-            if delta.error is not None:
-                raise delta.error
-            num_left -= delta.is_last
-            yield delta
-    except InvalidArgumentError as error:
-        raise ApiError(400, error.message) from error
-    except (EngineStoppedError, PrefixCacheError) as error:
-        raise ApiError(503, str(error)) from error
-    finally:
-        caller.is_gone = True
-        engine.wake()
 
 
 async def _unless_gone(http: HttpRequest, reply: Coroutine[Any, Any, Response]) -> Response:
@@ -177,19 +175,25 @@ async def _until_gone(http: HttpRequest) -> None:
         pass
 
 
-def _num_choices(ask: Ask) -> int:
-    return sum(question.num_choices for question in ask.questions)
-
-
 def _event(body: dict[str, Any]) -> str:
-    return f"data: {json.dumps(body, ensure_ascii=False)}\n\n"
+    return f"data: {_json(body)}\n\n"
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
 
 
 async def _api_error(_: HttpRequest, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    return JSONResponse(error.body(), error.status)
+    return JSONResponse(error.body(), error.status, error.headers())
 
 
 async def _http_error(_: HttpRequest, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    return JSONResponse(ApiError(error.status_code, error.detail).body(), error.status_code)
+    body = ApiError(error.status_code, error.detail).body()
+    return JSONResponse(body, error.status_code, error.headers)
+
+
+async def _internal_error(_: HttpRequest, error: Exception) -> Response:
+    """A defect, which goes to the log."""
+    return JSONResponse(ApiError(500, "internal error").body(), 500)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Protocol
@@ -49,6 +50,10 @@ logger = logging.getLogger(__name__)
 
 class EngineStoppedError(Exception):
     """The engine has ended, and serves no requests any more."""
+
+
+class EngineFullError(Exception):
+    """As many requests wait as may."""
 
 
 class Runner(Protocol):
@@ -120,11 +125,19 @@ class Engine:
     def is_running(self) -> bool:
         return self._is_open and self._thread.is_alive()
 
+    @property
+    def num_waiting(self) -> int:
+        """Requests that are not admitted, or not any more. Any thread."""
+        return len(self.scheduler.waiting) + self._arriving.qsize()
+
     def submit(self, requests: Sequence[Request]) -> None:
-        """Any thread. Raises EngineStoppedError."""
+        """Any thread. Raises EngineStoppedError or EngineFullError; none is taken then."""
         with self._lock:
             if not self._is_open:
                 raise EngineStoppedError("the engine has stopped")
+            most = self.scheduler.limits.max_waiting
+            if self.num_waiting + len(requests) > most:
+                raise EngineFullError(f"{self.num_waiting} requests wait, and {most} may at most")
             for request in requests:
                 self._arriving.put(request)
         self.wake()
@@ -166,11 +179,9 @@ class Engine:
         return None if self.scheduler.is_idle else LOOK_AGAIN_S
 
     def _take_in(self) -> None:
-        try:
+        with self._lock, suppress(Empty):
             while True:
                 self.scheduler.add(self._arriving.get_nowait())
-        except Empty:
-            pass
         for request in [*self.scheduler.running, *self.scheduler.waiting]:
             if request.caller.is_gone:
                 self.scheduler.end(request)

@@ -1,7 +1,8 @@
 """Requests and replies of OpenAI's completions and chat API, as far as the engine serves them.
 
 From JSON to questions, and from answers to JSON; no I/O. What the engine cannot do is refused, not
-ignored. Form: https://platform.openai.com/docs/api-reference, of completions and of chat.
+ignored. Form: https://platform.openai.com/docs/api-reference, of completions and of chat. One field
+is vLLM's: `cache_salt` keeps the cached prompts of those who know it apart.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any, Protocol
 from examples.engine.request import Delta, Question
 from prefixcache.integrations.transformers import Sampling
 
+TOO_MANY_REQUESTS = 429
 DEFAULT_COMPLETION_TOKENS = 16
 MAX_STOPS = 4
 WITHOUT_EFFECT = {
@@ -30,18 +32,29 @@ WITHOUT_EFFECT = {
 
 
 class ApiError(Exception):
-    """An error in OpenAI's form, with its HTTP status."""
+    """An error in OpenAI's form, with its HTTP status. retry_after_s: None if no wait helps."""
 
     def __init__(
-        self, status: int, message: str, param: str | None = None, code: str | None = None
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: int | None = None,
     ) -> None:
         super().__init__(message)
         self.status, self.message, self.param, self.code = status, message, param, code
+        self.retry_after_s = retry_after_s
 
     def body(self) -> dict[str, Any]:
         kind = "invalid_request_error" if self.status < 500 else "server_error"
+        if self.status == TOO_MANY_REQUESTS:
+            kind = "requests"
         error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
         return {"error": error}
+
+    def headers(self) -> dict[str, str]:
+        return {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
 
 
 class Tokenizer(Protocol):
@@ -54,7 +67,7 @@ class Tokenizer(Protocol):
 @dataclass(frozen=True, slots=True)
 class ServedModel:
     """max_tokens: of prompt and answer together. vocabulary: number of token ids. max_choices: of
-    a prompt.
+    a prompt. max_prompts: of a request.
     """
 
     name: str
@@ -62,6 +75,7 @@ class ServedModel:
     max_tokens: int
     vocabulary: int
     max_choices: int = 16
+    max_prompts: int = 256
     created: int = field(default_factory=lambda: int(time.time()))
 
     def card(self) -> dict[str, Any]:
@@ -117,6 +131,11 @@ class Ask:
     wants_usage: bool
     """In a stream; else it is always there."""
 
+    @property
+    def num_choices(self) -> int:
+        """Of all questions together."""
+        return sum(question.num_choices for question in self.questions)
+
 
 class Form:
     """What completions and chat have in common."""
@@ -156,6 +175,7 @@ class Form:
             "num_choices": fields.integer("n", 1, 1, self._model.max_choices),
             "sampling": _sampling(fields),
             "stop": _stops(fields),
+            "cache_salt": fields.take("cache_salt", str, ""),
         }
         is_stream = fields.take("stream", bool, False)
         stream_options = Fields(fields.take("stream_options", dict, {}))
@@ -253,6 +273,9 @@ class Completions(Form):
         prompts = [self._tokens(prompt) for prompt in ([given] if is_one else given)]
         if not prompts or not all(prompts):
             raise ApiError(400, "prompt must have a token at least", "prompt")
+        if len(prompts) > self._model.max_prompts:
+            problem = f"prompt is {len(prompts)}, must be {self._model.max_prompts} at most"
+            raise ApiError(400, problem, "prompt")
         return prompts
 
     def max_tokens(self, fields: Fields, num_left: int) -> int:

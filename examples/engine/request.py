@@ -12,17 +12,25 @@ from typing import Any
 
 from prefixcache.client import Sequence
 from prefixcache.integrations.transformers import GREEDY, Sampling
+from prefixcache.types import ExtraKeys
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """stop: texts that end the answer and are no part of it."""
+    """stop: texts that end the answer and are no part of it. cache_salt: the prompt is found by
+    those of the same one only.
+    """
 
     prompt: tuple[int, ...]
     max_tokens: int
     num_choices: int = 1
     sampling: Sampling = GREEDY
     stop: tuple[str, ...] = ()
+    cache_salt: str = ""
+
+    @property
+    def extra_keys(self) -> ExtraKeys:
+        return ExtraKeys(cache_salt=self.cache_salt)
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,7 +37,7 @@ from prefixcache.errors import (
     QuotaExceededError,
     ResourceExhaustedError,
 )
-from prefixcache.types import AppendResult, LookupResult, ResultCode
+from prefixcache.types import AppendResult, ExtraKeys, LookupResult, ResultCode
 
 _NO_ROOM = {ResultCode.NO_ROOM, ResultCode.QUOTA_EXCEEDED, ResultCode.EXCEEDS_POOL}
 _BY_ARRIVAL = attrgetter("arrival")
@@ -50,19 +50,24 @@ class SequenceGoneError(Exception):
 class Cache(Protocol):
     """What the scheduler needs of `prefixcache.Client`."""
 
-    def lookup(self, tokens: list[int]) -> LookupResult: ...
-    def sequence(self, tokens: list[int], *, resumed: bool = ...) -> Sequence: ...
+    def lookup(self, tokens: list[int], *, extra_keys: ExtraKeys) -> LookupResult: ...
+    def sequence(
+        self, tokens: list[int], *, extra_keys: ExtraKeys, resumed: bool = ...
+    ) -> Sequence: ...
     def append(self, sequences: list[Sequence], tokens: list[Any]) -> list[AppendResult]: ...
     def free(self, sequences: list[Sequence]) -> list[ResultCode]: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """max_wait_pending_s: longest wait for others that compute a request's prefix."""
+    """max_wait_pending_s: longest wait for others that compute a request's prefix. max_waiting:
+    requests, those that are preempted included; more are not taken in.
+    """
 
     max_tokens_per_step: int = 256
     max_running: int = 16
     max_wait_pending_s: float = 60.0
+    max_waiting: int = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +100,8 @@ class Scheduler:
         self.running: list[Request] = []
         self.waiting: list[Request] = []
         self.num_preempted = 0
+        self.limits = limits
         self._cache = cache
-        self._limits = limits
         self._clock = clock
         self._arrivals = itertools.count()
         self._refused: list[tuple[Request, PrefixCacheError]] = []
@@ -124,7 +129,7 @@ class Scheduler:
         self._free_ended()
         self._grow()
         chunks: list[Chunk] = []
-        budget = self._limits.max_tokens_per_step
+        budget = self.limits.max_tokens_per_step
         for request in self.running:
             budget -= _take(chunks, request, budget)
         self._admit(chunks, budget)
@@ -184,9 +189,9 @@ class Scheduler:
         self._free_ended()
 
     def _admit(self, chunks: list[Chunk], budget: int) -> None:
-        for request in self.waiting[: self._limits.max_running]:
+        for request in self.waiting[: self.limits.max_running]:
             num_running = sum(other.num_choices for other in self.running)
-            is_full = num_running + request.num_choices > self._limits.max_running
+            is_full = num_running + request.num_choices > self.limits.max_running
             if not budget or (num_running and is_full):
                 return
             try:
@@ -204,7 +209,8 @@ class Scheduler:
 
     def _allocate(self, request: Request) -> _Admission:
         """Raises InvalidArgumentError or QuotaExceededError if no wait can help."""
-        found = self._cache.lookup(request.tokens)
+        extra_keys = request.question.extra_keys
+        found = self._cache.lookup(request.tokens, extra_keys=extra_keys)
         may_wait = request.wait_until_s is None or self._clock() < request.wait_until_s
         if found.num_pending_tokens and may_wait:
             return self._wait_pending(request)
@@ -213,7 +219,9 @@ class Scheduler:
             return _Admission.NO_ROOM
         was_admitted = request.num_cached_tokens is not None
         try:
-            sequence = self._cache.sequence(request.tokens, resumed=was_admitted)
+            sequence = self._cache.sequence(
+                request.tokens, extra_keys=extra_keys, resumed=was_admitted
+            )
         except QuotaExceededError as error:
             if error.is_permanent:
                 raise
@@ -231,7 +239,7 @@ class Scheduler:
 
     def _wait_pending(self, request: Request) -> _Admission:
         if request.wait_until_s is None:
-            request.wait_until_s = self._clock() + self._limits.max_wait_pending_s
+            request.wait_until_s = self._clock() + self.limits.max_wait_pending_s
         return _Admission.PENDING
 
     def _wait_again(self, request: Request) -> None:

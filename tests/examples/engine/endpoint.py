@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import uvicorn
+from starlette.applications import Starlette
 
 from examples.engine.__main__ import listen
 from examples.engine.app import make_app
@@ -91,7 +92,9 @@ def daemon_for(folder: Path, num_blocks: int = 200) -> Iterator[RunningDaemon]:
 
 
 @contextmanager
-def served(folder: Path, target: str, limits: Limits | None = None) -> Iterator[Endpoint]:
+def served(
+    folder: Path, target: str, limits: Limits | None = None, timeout_s: float = 60.0
+) -> Iterator[Endpoint]:
     """An engine on that daemon, in this process."""
     model, tokenizer = load(str(folder))
     text = TransformersTokenizer(tokenizer)
@@ -105,13 +108,13 @@ def served(folder: Path, target: str, limits: Limits | None = None) -> Iterator[
         served_model = ServedModel(
             MODEL_NAME, text, config.max_position_embeddings, config.vocab_size
         )
-        with serving(engine, served_model) as endpoint:
+        with serving(make_app(engine, served_model, timeout_s), engine) as endpoint:
             yield endpoint
 
 
 @contextmanager
-def serving(engine: Engine, model: ServedModel) -> Iterator[Endpoint]:
-    server = uvicorn.Server(uvicorn.Config(make_app(engine, model), log_level="warning"))
+def serving(app: Starlette, engine: Engine) -> Iterator[Endpoint]:
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
     listening = listen("127.0.0.1", 0)
     thread = threading.Thread(target=server.run, args=([listening],))
     thread.start()

@@ -15,7 +15,7 @@ from examples.engine.loop import Engine
 from examples.engine.request import Caller, Delta, Question, Request
 from examples.engine.scheduler import Chunk, Limits, Scheduler
 from prefixcache.errors import SessionLostError, WrongPositionError
-from prefixcache.types import AppendResult, LookupResult, ResultCode
+from prefixcache.types import AppendResult, ExtraKeys, LookupResult, ResultCode
 from tests.core.manager import Held, Manager
 
 VOCABULARY = 40
@@ -54,12 +54,12 @@ class LocalCache:
         self.owner = owner
         self.live: list[LocalSequence] = []
 
-    def lookup(self, tokens: list[int]) -> LookupResult:
-        return self.manager.lookup(tokens)
+    def lookup(self, tokens: list[int], *, extra_keys: ExtraKeys) -> LookupResult:
+        return self.manager.lookup(tokens, extra_keys)
 
-    def sequence(self, tokens: list[int], *, resumed: bool = False) -> Any:
-        num_pending = self.lookup(tokens).num_pending_tokens
-        held = self.manager.allocate(tokens, owner=self.owner, resumed=resumed)
+    def sequence(self, tokens: list[int], *, extra_keys: ExtraKeys, resumed: bool = False) -> Any:
+        num_pending = self.lookup(tokens, extra_keys=extra_keys).num_pending_tokens
+        held = self.manager.allocate(tokens, extra_keys, owner=self.owner, resumed=resumed)
         sequence = LocalSequence(self.manager, held, num_pending)
         self.live.append(sequence)
         return sequence

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from examples.engine.app import MAX_BODY_BYTES
 from prefixcache.client import Client
 from tests.examples.engine import tiny_model
 from tests.examples.engine.endpoint import MODEL_NAME, Endpoint, daemon_for, served
@@ -95,6 +96,17 @@ def test_cached_tokens_are_those_of_all_prompts(endpoint: Endpoint) -> None:
     for cached in (0, 24 + 16):
         usage = endpoint.complete(prompts, max_tokens=2, n=2)["usage"]
         assert usage["prompt_tokens_details"]["cached_tokens"] == cached
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_a_salt_keeps_cached_prompts_apart(endpoint: Endpoint, path: str) -> None:
+    text = "a prompt of which nobody else knows a word"
+    body = (
+        {"prompt": text} if path == COMPLETIONS else {"messages": [{**HELLO[0], "content": text}]}
+    )
+    for salt, is_cached in (("a", False), ("b", False), ("a", True), ("b", True)):
+        reply = endpoint.post(path, {**body, "cache_salt": salt, "max_tokens": 2})[1]
+        assert bool(reply["usage"]["prompt_tokens_details"]["cached_tokens"]) is is_cached
 
 
 def test_max_tokens_is_16_for_a_completion(endpoint: Endpoint) -> None:
@@ -295,6 +307,7 @@ VALID: dict[str, dict[str, Any]] = {
         ({"logit_bias": {"1": 5}}, "logit_bias"),
         ({"tools": [{}]}, "tools"),
         ({"something": 1}, "something"),
+        ({"cache_salt": 1}, "cache_salt"),
         ({"model": 5}, "model"),
     ],
 )
@@ -320,6 +333,7 @@ def test_what_cannot_be_served_is_refused_with_its_name(
         (COMPLETIONS, {"prompt": [1, "a"]}),
         (COMPLETIONS, {"prompt": [["a"]]}),
         (COMPLETIONS, {"prompt": 5}),
+        (COMPLETIONS, {"prompt": ["a"] * 257}),
         (CHAT, {}),
         (CHAT, {"messages": []}),
         (CHAT, {"messages": ["hello"]}),
@@ -342,7 +356,11 @@ def test_a_prompt_that_is_too_long_says_so(endpoint: Endpoint) -> None:
     assert endpoint.complete("a" * 250, max_tokens=6)["usage"]["total_tokens"] == 256
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"5", b"\xff"])
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"{", b"[]", b"5", b"\xff", b'{"prompt": "\\ud800"}', b"[" * 100_000],
+    ids=range(7),
+)
 def test_a_body_that_is_no_json_object_is_refused(endpoint: Endpoint, body: bytes) -> None:
     status, reply = endpoint.post(COMPLETIONS, body)
     assert (status, reply["error"]["type"]) == (400, "invalid_request_error")
@@ -355,3 +373,8 @@ def test_what_is_not_there_is_not_found(endpoint: Endpoint) -> None:
     status, reply = endpoint.get("/v1/nothing")
     assert (status, reply["error"]["type"]) == (404, "invalid_request_error")
     assert endpoint.get(COMPLETIONS)[0] == 405
+
+
+def test_a_body_that_is_too_large_is_refused(endpoint: Endpoint) -> None:
+    status, reply = endpoint.post(COMPLETIONS, {"prompt": "a" * (MAX_BODY_BYTES + 1)})
+    assert (status, reply["error"]["type"]) == (413, "invalid_request_error")

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from examples.engine.loop import EngineFullError
 from examples.engine.scheduler import Limits
 from prefixcache.core.stats import PoolStats
 from prefixcache.errors import (
@@ -17,7 +18,7 @@ from prefixcache.errors import (
     TooManySequencesError,
     UnavailableError,
 )
-from prefixcache.types import LookupResult
+from prefixcache.types import ExtraKeys, LookupResult
 from tests.core.manager import A, C, Manager, T, U
 from tests.examples.engine.local_engine import LocalEngine, LocalSequence, answer_to, spell
 
@@ -243,8 +244,8 @@ def test_an_engine_that_was_slower_lets_its_sequence_go() -> None:
     asked = two.ask(T(20), max_tokens=2)
     lookup = two.cache.lookup
 
-    def overtaken(tokens: list[int]) -> LookupResult:
-        result = lookup(tokens)
+    def overtaken(tokens: list[int], *, extra_keys: ExtraKeys) -> LookupResult:
+        result = lookup(tokens, extra_keys=extra_keys)
         if not one.running:
             one.ask(T(20), max_tokens=2)
             one.turn()
@@ -268,8 +269,8 @@ def test_room_that_another_engine_took_is_waited_for() -> None:
     asked = two.ask(T(9), max_tokens=2)
     lookup = two.cache.lookup
 
-    def overtaken(tokens: list[int]) -> LookupResult:
-        result = lookup(tokens)
+    def overtaken(tokens: list[int], *, extra_keys: ExtraKeys) -> LookupResult:
+        result = lookup(tokens, extra_keys=extra_keys)
         if not one.running:
             one.ask(A(16), max_tokens=2)
             one.turn()
@@ -318,10 +319,10 @@ def test_a_refusal_is_told_also_if_the_daemon_is_lost_right_after_it() -> None:
     large, small = engine.ask(T(17)), engine.ask(A(3))
     sequence = engine.cache.sequence
 
-    def lost(tokens: list[int], *, resumed: bool = False) -> Any:
+    def lost(tokens: list[int], **options: Any) -> Any:
         if len(tokens) == 3:
             raise UnavailableError("gone")
-        return sequence(tokens, resumed=resumed)
+        return sequence(tokens, **options)
 
     engine.cache.sequence = lost  # type: ignore[method-assign]
     engine.turn()
@@ -430,6 +431,29 @@ def test_more_choices_than_may_run_are_admitted_when_nothing_runs() -> None:
     asked = engine.ask(T(2), max_tokens=3, num_choices=5)
     engine.run()
     assert asked.is_answered()
+
+
+def test_more_than_may_wait_are_not_taken() -> None:
+    limits = Limits(max_tokens_per_step=8, max_running=1, max_waiting=2)
+    engine = LocalEngine(Manager(40), limits)
+    asked = [engine.ask(T(3), max_tokens=5), engine.ask(U(3), max_tokens=5)]
+    with pytest.raises(EngineFullError, match="2 requests wait, and 2 may"):
+        engine.ask(A(3))
+    engine.turn()  # one of them runs
+    asked.append(engine.ask(A(3), max_tokens=5))
+    with pytest.raises(EngineFullError):
+        engine.ask(C(3))
+    engine.run()
+    assert all(one.is_answered() for one in asked)
+
+
+def test_a_prompt_is_found_by_those_of_its_salt_only() -> None:
+    engine = LocalEngine(Manager(40))
+    for salt, num_cached in (("", 0), ("a", 0), ("b", 0), ("a", 8), ("", 8)):
+        asked = engine.ask(T(11), max_tokens=2, cache_salt=salt)
+        engine.run()
+        assert asked.is_answered()
+        assert asked.deltas[-1].num_cached_tokens == num_cached
 
 
 def test_a_lost_session_changes_no_answer() -> None:
