@@ -11,6 +11,7 @@ import asyncio
 import weakref
 from collections.abc import Sequence as Rows
 from contextlib import suppress
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -23,7 +24,14 @@ from prefixcache.client.aio_events import AsyncEventStream
 from prefixcache.client.aio_keeper import AsyncSessionKeeper
 from prefixcache.client.aio_sequence import AsyncSequence, OpeningSequence
 from prefixcache.client.aio_steps import AsyncStepStream
-from prefixcache.client.arena import DEFAULT_ARENA_BYTES, Arenas, Region
+from prefixcache.client.arena import (
+    DEFAULT_ARENA_BYTES,
+    MIN_CALL_BYTES,
+    Arena,
+    Arenas,
+    Region,
+    lent_or_new,
+)
 from prefixcache.client.attachment import AttachTerms
 from prefixcache.client.attention_calls import AttentionCall
 from prefixcache.client.channel import (
@@ -50,7 +58,7 @@ from prefixcache.client.opening import AsyncOpening
 from prefixcache.client.results import SequenceInfo, ServerInfo, SessionInfo
 from prefixcache.client.sequence_state import SequenceState
 from prefixcache.client.sequence_use import moving
-from prefixcache.client.tensors import TensorT
+from prefixcache.client.tensors import TensorT, empty
 from prefixcache.client.unanswered_steps import UnansweredSteps
 from prefixcache.core.stats import PoolStats
 from prefixcache.errors import (
@@ -382,6 +390,7 @@ class AsyncClient:
         v: TensorT | None,
         options: AttentionOptions = PLAIN_ATTENTION,
         *,
+        out: TensorT | None = None,
         timeout_s: float | None = None,
     ) -> TensorT:
         """Attention of new tokens in one layer; their K/V go into the daemon's blocks.
@@ -390,8 +399,10 @@ class AsyncClient:
         q: [T, Hq, D]; k: [T, Hkv, D]; v: [T, Hkv, Dv], in the layout's dtype, over quantised
             storage too. v is None for latent K/V (see `LatentLayout`), where it is a part of k.
         options: scale, window, soft cap, ALiBi, sinks. Latent K/V need a scale.
-        Returns [T, Hq, Dv], causal over all tokens so far, cached ones included; of q's kind and
-        on its device.
+        out: where the result goes, in host memory; undefined after a call that failed. With all
+            tensors in memory of `empty` nothing is copied.
+        Returns [T, Hq, Dv], causal over all tokens so far, cached ones included: out, or a new one
+        of q's kind and on its device.
 
         Each layer goes on where it stands; a prompt may come in chunks. One bad row fails the
         whole call before anything is written: SequenceNotFoundError, SequenceBusyError,
@@ -399,7 +410,7 @@ class AsyncClient:
         """
         lease = owner_of(sequences, self._lease)
         call = attention_calls.prefill(
-            lease.owner, layer, _states(sequences), num_tokens, (q, k, v), options
+            lease.owner, layer, _states(sequences), num_tokens, (q, k, v), options, out
         )
         return await self._attend(call, timeout_s, lease)
 
@@ -413,6 +424,7 @@ class AsyncClient:
         options: AttentionOptions = PLAIN_ATTENTION,
         num_tokens: npt.ArrayLike | None = None,
         *,
+        out: TensorT | None = None,
         timeout_s: float | None = None,
     ) -> TensorT:
         """`prefill` for one new token of each of many sequences, or `num_tokens` of each."""
@@ -420,9 +432,25 @@ class AsyncClient:
             num_tokens = [1] * len(sequences)
         lease = owner_of(sequences, self._lease)
         call = attention_calls.decode(
-            lease.owner, layer, _states(sequences), num_tokens, (q, k, v), options
+            lease.owner, layer, _states(sequences), num_tokens, (q, k, v), options, out
         )
         return await self._attend(call, timeout_s, lease)
+
+    async def empty(
+        self, shape: Rows[int], dtype: object, *, timeout_s: float | None = None
+    ) -> Any:
+        """A tensor without content, for Prefill and Decode: on a Unix socket in shared memory.
+
+        shape: of q, k, v or out. dtype: of torch, for a torch tensor, or of numpy, for an array. A
+        call takes it from there, and puts its result there, without a copy. It counts against
+        `arena_bytes` until it and its views are gone. If there is no such memory, and after a call
+        that failed, it is a tensor like others, but for the output of that call: no call takes it
+        again (FailedPreconditionError). A forked child must not touch it (SIGSEGV). Raises
+        InvalidArgumentError.
+        """
+        info = await self._ready(timeout_s)
+        arena = await self._arena(info)
+        return empty(shape, dtype, partial(lent_or_new, arena))
 
     # ---- steps
 
@@ -538,7 +566,8 @@ class AsyncClient:
     ) -> TensorT:
         """Large tensors go by reference where the daemon takes them so, else in the message."""
         info = await self._ready(timeout_s)
-        region = await self._region(call.num_bytes(info.layout), info)
+        call.check(info.layout, self._arenas.may_be_written)
+        region = await self._region(call, info)
         if region is not None:
             with suppress(ArenaLostError), region:
                 by_reference = call.by_reference(region, info.layout)
@@ -575,13 +604,20 @@ class AsyncClient:
         """Whether the same call may succeed now. Not in the event loop, which it would hold up."""
         return await asyncio.to_thread(self._bearer.renew, version)
 
-    async def _region(self, num_bytes: int, info: ServerInfo) -> Region | None:
-        """For the tensors of a call. Not in the event loop: it would hold it up."""
-        if not self._arenas.may_have(num_bytes, info):
+    async def _region(self, call: AttentionCall[Any], info: ServerInfo) -> Region | None:
+        """For the tensors of a call, if they are worth it and there is room."""
+        if call.num_bytes(info.layout) < MIN_CALL_BYTES:
             return None
-        if not self._arenas.is_ready:
+        arena = await self._arena(info)
+        if arena is None:
+            return None
+        return arena.region(call.region_bytes(info.layout, arena))
+
+    async def _arena(self, info: ServerInfo) -> Arena | None:
+        """Made if there is none. Not in the event loop, which it would hold up."""
+        if self._arenas.ready is None and self._arenas.may_have_one(info):
             await asyncio.to_thread(self._arenas.prepare, info)
-        return self._arenas.region(num_bytes)
+        return self._arenas.ready
 
     async def _free_lost(self, lease: Lease, lost: list[LostRequest], timeout_s: float) -> None:
         """What fails here is tried again ahead of a later call."""

@@ -138,11 +138,12 @@ class AsyncSequence(SequenceView):
         v: TensorT | None,
         options: AttentionOptions = PLAIN_ATTENTION,
         *,
+        out: TensorT | None = None,
         timeout_s: float | None = None,
     ) -> TensorT:
         """`AsyncClient.prefill` of this sequence alone, with all T tokens of q."""
         call = attention_calls.prefill(
-            self._lease.owner, layer, [self._state], None, (q, k, v), options
+            self._lease.owner, layer, [self._state], None, (q, k, v), options, out
         )
         return await self._client._attend(call, timeout_s, self._lease)
 
@@ -154,11 +155,12 @@ class AsyncSequence(SequenceView):
         v: TensorT | None,
         options: AttentionOptions = PLAIN_ATTENTION,
         *,
+        out: TensorT | None = None,
         timeout_s: float | None = None,
     ) -> TensorT:
         """`AsyncClient.decode` of this sequence alone, with all T tokens of q."""
         call = attention_calls.decode(
-            self._lease.owner, layer, [self._state], None, (q, k, v), options
+            self._lease.owner, layer, [self._state], None, (q, k, v), options, out
         )
         return await self._client._attend(call, timeout_s, self._lease)
 

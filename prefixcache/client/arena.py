@@ -3,11 +3,13 @@
 Only on a Unix socket, with a daemon that has the capability "arenas". Tensors are copied into a
 region of the arena, the call says where they are, and the result is copied out of it: it is the
 caller's own, so nothing that the caller keeps holds up a region, and a forked child, which has
-nothing of the arena, has the result.
+nothing of the arena, has the result. Tensors that lie in the arena, because the caller had their
+memory from `Arenas.lend`, stay where they are.
 
 Only a reply tells that the daemon is done with a region. After a call that failed, or was given up,
 the whole arena is given up: its other calls end in it, later ones get another. So the daemon never
-reads or writes a region that is another call's by then.
+reads or writes a region that is another call's by then. What was lent of it is memory like other
+memory from then on, but for the place of the failed call's output: no call takes that again.
 
 `Arenas` may be used by many threads.
 """
@@ -17,10 +19,13 @@ from __future__ import annotations
 import os
 import threading
 import time
+import weakref
 from bisect import insort
+from collections import deque
 from collections.abc import Callable
-from ctypes import Array, c_uint8
+from ctypes import Array, addressof, c_uint8
 from types import TracebackType
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -66,29 +71,31 @@ class Arenas:
         self._pid = os.getpid()
         self._arena: Arena | None = None
         self._try_at_s = 0.0
+        self._given_up: list[Arena] = []
+        """Those of which memory is lent still."""
 
-    def may_have(self, num_bytes: int, info: ServerInfo) -> bool:
-        """Whether a region is worth asking for, for so many bytes."""
+    def may_have_one(self, info: ServerInfo) -> bool:
+        """Whether it is worth asking the daemon for one."""
         return (
             self._address is not None
-            and num_bytes >= MIN_CALL_BYTES
             and CAPABILITY in info.capabilities
             and self._clock() >= self._try_at_s
         )
 
     @property
-    def is_ready(self) -> bool:
-        """Whether there is an arena that the daemon knows."""
+    def ready(self) -> Arena | None:
+        """The arena, if there is one that the daemon knows."""
         arena = self._arena
-        return arena is not None and arena.is_good
+        return arena if arena is not None and arena.is_good else None
 
     def prepare(self, info: ServerInfo) -> None:
         """Make an arena if there is no good one. Waits for the daemon, for seconds at most."""
         with self._lock:
-            if self.is_ready or self._address is None or self._clock() < self._try_at_s:
+            if self.ready is not None or self._address is None or self._clock() < self._try_at_s:
                 return
             if self._arena is not None:
                 self._arena.give_up()
+                self._given_up = [one for one in (*self._given_up, self._arena) if one.has_lent]
                 self._arena = None
             num_bytes = min(self._num_bytes, info.max_arena_bytes)
             try:
@@ -98,10 +105,11 @@ class Arenas:
             except OSError:
                 self._try_at_s = self._clock() + _AFTER_FAILURE_S
 
-    def region(self, num_bytes: int) -> Region | None:
-        """A place for so many bytes, for a `with`; None if there is none now. Does not wait."""
+    def may_be_written(self, array: npt.NDArray[Any]) -> bool:
+        """Whether a call that failed may still write its output there."""
         arena = self._arena
-        return arena.region(num_bytes) if arena is not None else None
+        arenas = self._given_up if arena is None else [*self._given_up, arena]
+        return any(one.may_be_written(array) for one in arenas)
 
     def close(self) -> None:
         """In a forked child nothing happens: the lock may be held for ever."""
@@ -139,13 +147,20 @@ class Arena:
 
     def __init__(self, arena_id: int, memory: Array[c_uint8], connection: PeerConnection) -> None:
         self.arena_id = arena_id
-        self.memory: npt.NDArray[np.uint8] = np.frombuffer(memoryview(memory), np.uint8)
+        self.memory: npt.NDArray[np.uint8] = _bytes_of(memory)
+        self._mapped = memory
+        self._address = addressof(memory)
         self._connection = connection
         self._lock = threading.Lock()
         self._free = [(0, len(memory))]
         """Runs of free bytes, from start to end, in order; no two of them touch."""
-        self._num_regions = 0
+        self._num_calls = 0
         self._is_given_up = False
+        self._returned: deque[tuple[int, int]] = deque()
+        """Lent runs that were given back by one who could not wait for the lock."""
+        self._lent: set[tuple[int, int]] = set()
+        self._unfinished: set[tuple[int, int]] = set()
+        """Lent runs that the outputs of failed calls go to."""
 
     @property
     def is_good(self) -> bool:
@@ -153,35 +168,100 @@ class Arena:
         return not self._is_given_up and self._connection.is_open
 
     def region(self, num_bytes: int) -> Region | None:
-        """The first place that is large enough: so as few pages as can be are ever used."""
+        """A place for a call's tensors, for a `with`; None if there is none now. Does not wait."""
         num_bytes = aligned(num_bytes)
         with self._lock:
-            if self._is_given_up:
+            start = self._take(num_bytes)
+            if start is None:
                 return None
-            for position, (start, end) in enumerate(self._free):
-                if start + num_bytes <= end:
-                    self._free[position : position + 1] = (
-                        [(start + num_bytes, end)] if start + num_bytes < end else []
-                    )
-                    self._num_regions += 1
-                    return Region(self, start, num_bytes)
-        return None
+            self._num_calls += 1
+        return Region(self, start, num_bytes)
+
+    def lend(self, num_bytes: int) -> npt.NDArray[np.uint8] | None:
+        """Memory of the arena, at least 1 byte; None if there is none now.
+
+        It is given back when the array, its views, and tensors made of it are gone.
+        """
+        num_taken = aligned(num_bytes)
+        with self._lock:
+            start = self._take(num_taken)
+            if start is None:
+                return None
+            run = start, start + num_taken
+            self._lent.add(run)
+        # An object of its own, which all views refer to. It may go in a thread that has the lock.
+        lent = (c_uint8 * num_bytes).from_buffer(self._mapped, start)
+        weakref.finalize(lent, self._returned.append, run).atexit = False
+        return _bytes_of(lent)
+
+    def offset_of(self, array: npt.NDArray[Any]) -> int | None:
+        """Where in the arena an array lies; None if it does not, or not in one piece."""
+        offset: int = array.__array_interface__["data"][0] - self._address
+        is_there = offset >= 0 and offset + array.nbytes <= len(self._mapped) and array.nbytes > 0
+        return offset if is_there and array.flags.c_contiguous else None
+
+    @property
+    def has_lent(self) -> bool:
+        with self._lock:
+            self._take_back()
+            return bool(self._lent)
+
+    def output_failed(self, offset: int) -> None:
+        """The daemon may still write an output there, in memory that is lent."""
+        with self._lock:
+            self._unfinished |= {run for run in self._lent if run[0] <= offset < run[1]}
+
+    def may_be_written(self, array: npt.NDArray[Any]) -> bool:
+        """Whether an output that failed may still be written where the array is."""
+        if not self._unfinished:
+            return False
+        with self._lock:
+            self._take_back()
+            return any(
+                np.may_share_memory(array, self.memory[start:end])
+                for start, end in self._unfinished
+            )
 
     def give_up(self) -> None:
-        """No more regions; the daemon is told once those in use are given back."""
+        """No more regions; the daemon is told once no call uses it."""
         with self._lock:
             self._is_given_up = True
             self._close_if_unused()
 
-    def give_back(self, start: int, num_bytes: int) -> None:
+    def end_call(self, start: int, num_bytes: int) -> None:
+        """Give a region back."""
         with self._lock:
-            insort(self._free, (start, start + num_bytes))
-            self._free = _joined(self._free)
-            self._num_regions -= 1
+            self._put_back(start, start + num_bytes)
+            self._num_calls -= 1
             self._close_if_unused()
 
+    def _take(self, num_bytes: int) -> int | None:
+        """The first place that is large enough: so as few pages as can be are ever used."""
+        if self._is_given_up:
+            return None
+        self._take_back()
+        for position, (start, end) in enumerate(self._free):
+            if start + num_bytes <= end:
+                self._free[position : position + 1] = (
+                    [(start + num_bytes, end)] if start + num_bytes < end else []
+                )
+                return start
+        return None if num_bytes else 0
+
+    def _put_back(self, start: int, end: int) -> None:
+        if start < end:
+            insort(self._free, (start, end))
+            self._free = _joined(self._free)
+
+    def _take_back(self) -> None:
+        while self._returned:
+            run = self._returned.popleft()
+            self._lent.discard(run)
+            self._unfinished.discard(run)
+            self._put_back(*run)
+
     def _close_if_unused(self) -> None:
-        if self._is_given_up and self._num_regions == 0:
+        if self._is_given_up and self._num_calls == 0:
             self._connection.close()
 
 
@@ -191,10 +271,20 @@ class Region:
     def __init__(self, arena: Arena, start: int, num_bytes: int) -> None:
         self._arena, self._start, self._num_bytes = arena, start, num_bytes
         self._next = start
+        self._output: int | None = None
 
     @property
     def arena_id(self) -> int:
         return self._arena.arena_id
+
+    def offset_of(self, array: npt.NDArray[Any]) -> int | None:
+        """Where in the arena an array lies already, if it does."""
+        return self._arena.offset_of(array)
+
+    def offset_of_output(self, array: npt.NDArray[Any]) -> int | None:
+        """The same of an array that the daemon is to write to."""
+        self._output = self._arena.offset_of(array)
+        return self._output
 
     def take(self, num_bytes: int) -> tuple[int, npt.NDArray[np.uint8]]:
         """The next so many bytes: where they begin in the arena, and a view of them."""
@@ -213,13 +303,26 @@ class Region:
         traceback: TracebackType | None,
     ) -> None:
         if error is not None:
+            if self._output is not None:
+                self._arena.output_failed(self._output)
             self._arena.give_up()
-        self._arena.give_back(self._start, self._num_bytes)
+        self._arena.end_call(self._start, self._num_bytes)
+
+
+def lent_or_new(arena: Arena | None, num_bytes: int) -> npt.NDArray[np.uint8]:
+    """Memory of the arena if it has room, else other memory."""
+    lent = arena.lend(num_bytes) if arena is not None else None
+    return np.empty(num_bytes, np.uint8) if lent is None else lent
 
 
 def aligned(num_bytes: int) -> int:
     """What a tensor of so many bytes takes of a region."""
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+def _bytes_of(memory: Array[c_uint8]) -> npt.NDArray[np.uint8]:
+    """A view, which holds the memory."""
+    return np.frombuffer(memoryview(memory), np.uint8)
 
 
 def _joined(runs: list[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -12,11 +12,12 @@ from typing import Any, Generic, TypeAlias
 
 import numpy.typing as npt
 
-from prefixcache.client.arena import Region, aligned
+from prefixcache.client.arena import Arena, Region, aligned
 from prefixcache.client.columns import uint32, uint32_column
 from prefixcache.client.messages import Call
 from prefixcache.client.sequence_calls import States, check_length, sequence_ids
-from prefixcache.client.tensors import HostView, TensorT, host_view, like
+from prefixcache.client.tensors import HostView, TensorT, host_view, like, writable_view
+from prefixcache.errors import FailedPreconditionError, InvalidArgumentError
 from prefixcache.rpc.codec import (
     set_options,
     set_tensor_type,
@@ -29,34 +30,58 @@ from prefixcache.types import AttentionOptions, HostTensor
 
 Tensors: TypeAlias = tuple[TensorT, TensorT, TensorT | None]
 """q, k and v; no v for latent K/V."""
+HostArray: TypeAlias = npt.NDArray[Any]
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionCall(Generic[TensorT]):
     """A Prefill or Decode whose tensors are not in its request yet.
 
-    inputs: by the request's field. advance: the sequences, once the call has succeeded.
+    inputs: by the request's field. out: the caller's place for the output, and a view of it; None
+    if it has none. advance: the sequences, once the call has succeeded.
     """
 
     method: str
     request: Any
     q: TensorT
     inputs: tuple[tuple[str, HostView], ...]
+    out: tuple[TensorT, HostView] | None
     advance: Callable[[], None]
 
-    def out_bytes(self, layout: Layout | None) -> int:
-        """Of the output, on a daemon with that layout; 0 for what it will refuse."""
+    def check(self, layout: Layout | None, may_be_written: Callable[[HostArray], bool]) -> None:
+        """Raises InvalidArgumentError if the output of a daemon with that layout does not fit.
+
+        may_be_written: whether a call that failed may still write there; FailedPreconditionError.
+        """
+        views = self.inputs if self.out is None else (*self.inputs, ("out", self.out[1]))
+        for field, view in views:
+            if may_be_written(view.array):
+                raise FailedPreconditionError(
+                    f"{field}: the output of a call that failed may still be written there"
+                )
         q = self.inputs[0][1]
-        if layout is None or len(q.shape) != 3:
-            return 0
-        return q.shape[0] * q.shape[1] * layout.value_dim * q.array.itemsize
+        if self.out is None or layout is None or len(q.shape) != 3:
+            return
+        view, shape = self.out[1], (*q.shape[:2], layout.value_dim)
+        if view.dtype != q.dtype:
+            raise InvalidArgumentError("out.data_type", f"is {view.dtype}, q is {q.dtype}")
+        if view.shape != shape:
+            raise InvalidArgumentError("out.shape", f"is {list(view.shape)}, must be {list(shape)}")
 
     def num_bytes(self, layout: Layout | None) -> int:
-        """What a region needs for all tensors; 0 if they cannot go by reference."""
-        out_bytes = self.out_bytes(layout)
+        """Of all tensors; 0 if they cannot go by reference."""
+        out_bytes = self._out_bytes(layout)
         if out_bytes == 0:
             return 0
-        return aligned(out_bytes) + sum(aligned(view.num_bytes) for _, view in self.inputs)
+        return out_bytes + sum(view.num_bytes for _, view in self.inputs)
+
+    def region_bytes(self, layout: Layout | None, arena: Arena) -> int:
+        """What a region of the arena needs, for the tensors that do not lie in it already."""
+        views = [view for _, view in self.inputs if arena.offset_of(view.array) is None]
+        num_bytes = sum(aligned(view.num_bytes) for view in views)
+        if self.out is None or arena.offset_of(self.out[1].array) is None:
+            num_bytes += aligned(self._out_bytes(layout))
+        return num_bytes
 
     def inline(self) -> Call[TensorT]:
         """Tensors go in the messages."""
@@ -68,35 +93,59 @@ class AttentionCall(Generic[TensorT]):
         self.request.ClearField("out")
 
         def read(reply: Any) -> TensorT:
-            out = like(self.q, tensor_from_wire(reply.out, "out"))
+            out = self._taken(tensor_from_wire(reply.out, "out"))
             self.advance()
             return out
 
         return Call(self.method, self.request, read)
 
     def by_reference(self, region: Region, layout: Layout | None) -> Call[TensorT]:
-        """Tensors go through the region, which is `num_bytes` long."""
+        """Tensors go through the region, which has `region_bytes`."""
         for field, view in self.inputs:
             message = getattr(self.request, field)
             message.Clear()
             set_tensor_type(message, view.dtype, view.shape)
-            view.copy_to(_placed(message.arena, region, view.num_bytes))
-        memory = _placed(self.request.out, region, self.out_bytes(layout))
+            offset = region.offset_of(view.array)
+            if offset is None:
+                offset, memory = region.take(view.num_bytes)
+                view.copy_to(memory)
+            _set_span(message.arena, region, offset, view.num_bytes)
+        result: HostArray | None = None
+        num_bytes = self._out_bytes(layout)
+        offset = None if self.out is None else region.offset_of_output(self.out[1].array)
+        if offset is None:
+            offset, result = region.take(num_bytes)
+        _set_span(self.request.out, region, offset, num_bytes)
 
         def read(reply: Any) -> TensorT:
-            dtype, shape, _ = tensor_type_from_wire(reply.out, "out")
-            out = like(self.q, HostTensor(dtype, shape, memory.data))
+            if result is not None:
+                dtype, shape, _ = tensor_type_from_wire(reply.out, "out")
+                out = self._taken(HostTensor(dtype, shape, result.data))
+            else:
+                assert self.out is not None
+                out = self.out[0]
             self.advance()
             return out
 
         return Call(self.method, self.request, read)
 
+    def _out_bytes(self, layout: Layout | None) -> int:
+        """On a daemon with that layout; 0 for what it will refuse."""
+        q = self.inputs[0][1]
+        if layout is None or len(q.shape) != 3:
+            return 0
+        return q.shape[0] * q.shape[1] * layout.value_dim * q.array.itemsize
 
-def _placed(span: Any, region: Region, num_bytes: int) -> npt.NDArray[Any]:
-    """Fill an ArenaSpan with the next place of the region; returns that memory."""
-    offset, memory = region.take(num_bytes)
+    def _taken(self, result: HostTensor) -> TensorT:
+        if self.out is None:
+            return like(self.q, result)
+        out, view = self.out
+        view.copy_from(result)
+        return out
+
+
+def _set_span(span: Any, region: Region, offset: int, num_bytes: int) -> None:
     span.arena_id, span.offset, span.num_bytes = region.arena_id, offset, num_bytes
-    return memory
 
 
 def prefill(
@@ -106,9 +155,10 @@ def prefill(
     num_tokens: npt.ArrayLike | None,
     tensors: Tensors[TensorT],
     options: AttentionOptions,
+    out: TensorT | None,
 ) -> AttentionCall[TensorT]:
     """num_tokens: new tokens of each sequence; None for all of T, of the only one."""
-    return _attention("Prefill", owner, layer, states, num_tokens, tensors, options)
+    return _attention("Prefill", owner, layer, states, num_tokens, tensors, options, out)
 
 
 def decode(
@@ -118,9 +168,10 @@ def decode(
     num_tokens: npt.ArrayLike | None,
     tensors: Tensors[TensorT],
     options: AttentionOptions,
+    out: TensorT | None,
 ) -> AttentionCall[TensorT]:
     """num_tokens: as for `prefill`."""
-    return _attention("Decode", owner, layer, states, num_tokens, tensors, options)
+    return _attention("Decode", owner, layer, states, num_tokens, tensors, options, out)
 
 
 def _attention(
@@ -131,6 +182,7 @@ def _attention(
     num_tokens: npt.ArrayLike | None,
     tensors: Tensors[TensorT],
     options: AttentionOptions,
+    out: TensorT | None,
 ) -> AttentionCall[TensorT]:
     layer = uint32(layer, "layer")
     starts = [state.position(layer) for state in states]
@@ -155,4 +207,5 @@ def _attention(
         for state, start, count in zip(states, starts, counts, strict=True):
             state.advanced(layer, start + count)
 
-    return AttentionCall(method, request, q, tuple(inputs), advance)
+    place = None if out is None else (out, writable_view(out, "out"))
+    return AttentionCall(method, request, q, tuple(inputs), place, advance)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence as Rows
 from contextlib import suppress
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -18,7 +19,14 @@ import numpy.typing as npt
 
 from prefixcache.address import Address
 from prefixcache.client import attention_calls, events, messages, sequence_calls, session_calls
-from prefixcache.client.arena import DEFAULT_ARENA_BYTES, Arenas, Region
+from prefixcache.client.arena import (
+    DEFAULT_ARENA_BYTES,
+    MIN_CALL_BYTES,
+    Arena,
+    Arenas,
+    Region,
+    lent_or_new,
+)
 from prefixcache.client.attachment import AttachTerms
 from prefixcache.client.attention_calls import AttentionCall
 from prefixcache.client.channel import (
@@ -49,7 +57,7 @@ from prefixcache.client.sync_events import EventStream
 from prefixcache.client.sync_keeper import SessionKeeper
 from prefixcache.client.sync_sequence import Sequence
 from prefixcache.client.sync_steps import StepStream
-from prefixcache.client.tensors import TensorT
+from prefixcache.client.tensors import TensorT, empty
 from prefixcache.client.unanswered_steps import UnansweredSteps
 from prefixcache.core.stats import PoolStats
 from prefixcache.errors import (
@@ -371,6 +379,7 @@ class Client:
         v: TensorT | None,
         options: AttentionOptions = PLAIN_ATTENTION,
         *,
+        out: TensorT | None = None,
         timeout_s: float | None = None,
     ) -> TensorT:
         """Attention of new tokens in one layer; their K/V go into the daemon's blocks.
@@ -379,8 +388,10 @@ class Client:
         q: [T, Hq, D]; k: [T, Hkv, D]; v: [T, Hkv, Dv], in the layout's dtype, over quantised
             storage too. v is None for latent K/V (see `LatentLayout`), where it is a part of k.
         options: scale, window, soft cap, ALiBi, sinks. Latent K/V need a scale.
-        Returns [T, Hq, Dv], causal over all tokens so far, cached ones included; of q's kind and
-        on its device.
+        out: where the result goes, in host memory; undefined after a call that failed. With all
+            tensors in memory of `empty` nothing is copied.
+        Returns [T, Hq, Dv], causal over all tokens so far, cached ones included: out, or a new one
+        of q's kind and on its device.
 
         Each layer goes on where it stands; a prompt may come in chunks. One bad row fails the
         whole call before anything is written: SequenceNotFoundError, SequenceBusyError,
@@ -388,7 +399,7 @@ class Client:
         """
         lease = owner_of(sequences, self._lease)
         call = attention_calls.prefill(
-            lease.owner, layer, _states(sequences), num_tokens, (q, k, v), options
+            lease.owner, layer, _states(sequences), num_tokens, (q, k, v), options, out
         )
         return self._attend(call, timeout_s, lease)
 
@@ -402,6 +413,7 @@ class Client:
         options: AttentionOptions = PLAIN_ATTENTION,
         num_tokens: npt.ArrayLike | None = None,
         *,
+        out: TensorT | None = None,
         timeout_s: float | None = None,
     ) -> TensorT:
         """`prefill` for one new token of each of many sequences, or `num_tokens` of each."""
@@ -409,9 +421,23 @@ class Client:
             num_tokens = [1] * len(sequences)
         lease = owner_of(sequences, self._lease)
         call = attention_calls.decode(
-            lease.owner, layer, _states(sequences), num_tokens, (q, k, v), options
+            lease.owner, layer, _states(sequences), num_tokens, (q, k, v), options, out
         )
         return self._attend(call, timeout_s, lease)
+
+    def empty(self, shape: Rows[int], dtype: object, *, timeout_s: float | None = None) -> Any:
+        """A tensor without content, for Prefill and Decode: on a Unix socket in shared memory.
+
+        shape: of q, k, v or out. dtype: of torch, for a torch tensor, or of numpy, for an array. A
+        call takes it from there, and puts its result there, without a copy. It counts against
+        `arena_bytes` until it and its views are gone. If there is no such memory, and after a call
+        that failed, it is a tensor like others, but for the output of that call: no call takes it
+        again (FailedPreconditionError). A forked child must not touch it (SIGSEGV). Raises
+        InvalidArgumentError.
+        """
+        info = self._ready(timeout_s)
+        arena = self._arena(info)
+        return empty(shape, dtype, partial(lent_or_new, arena))
 
     # ---- steps
 
@@ -525,7 +551,8 @@ class Client:
     ) -> TensorT:
         """Large tensors go by reference where the daemon takes them so, else in the message."""
         info = self._ready(timeout_s)
-        region = self._region(call.num_bytes(info.layout), info)
+        call.check(info.layout, self._arenas.may_be_written)
+        region = self._region(call, info)
         if region is not None:
             with suppress(ArenaLostError), region:
                 by_reference = call.by_reference(region, info.layout)
@@ -562,13 +589,20 @@ class Client:
         """Whether the same call may succeed now."""
         return self._bearer.renew(version)
 
-    def _region(self, num_bytes: int, info: ServerInfo) -> Region | None:
-        """For the tensors of a call."""
-        if not self._arenas.may_have(num_bytes, info):
+    def _region(self, call: AttentionCall[Any], info: ServerInfo) -> Region | None:
+        """For the tensors of a call, if they are worth it and there is room."""
+        if call.num_bytes(info.layout) < MIN_CALL_BYTES:
             return None
-        if not self._arenas.is_ready:
+        arena = self._arena(info)
+        if arena is None:
+            return None
+        return arena.region(call.region_bytes(info.layout, arena))
+
+    def _arena(self, info: ServerInfo) -> Arena | None:
+        """Made if there is none."""
+        if self._arenas.ready is None and self._arenas.may_have_one(info):
             self._arenas.prepare(info)
-        return self._arenas.region(num_bytes)
+        return self._arenas.ready
 
     def _free_lost(self, lease: Lease, lost: list[LostRequest], timeout_s: float) -> None:
         """What fails here is tried again ahead of a later call."""

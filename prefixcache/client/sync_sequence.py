@@ -135,11 +135,12 @@ class Sequence(SequenceView):
         v: TensorT | None,
         options: AttentionOptions = PLAIN_ATTENTION,
         *,
+        out: TensorT | None = None,
         timeout_s: float | None = None,
     ) -> TensorT:
         """`Client.prefill` of this sequence alone, with all T tokens of q."""
         call = attention_calls.prefill(
-            self._lease.owner, layer, [self._state], None, (q, k, v), options
+            self._lease.owner, layer, [self._state], None, (q, k, v), options, out
         )
         return self._client._attend(call, timeout_s, self._lease)
 
@@ -151,10 +152,11 @@ class Sequence(SequenceView):
         v: TensorT | None,
         options: AttentionOptions = PLAIN_ATTENTION,
         *,
+        out: TensorT | None = None,
         timeout_s: float | None = None,
     ) -> TensorT:
         """`Client.decode` of this sequence alone, with all T tokens of q."""
         call = attention_calls.decode(
-            self._lease.owner, layer, [self._state], None, (q, k, v), options
+            self._lease.owner, layer, [self._state], None, (q, k, v), options, out
         )
         return self._client._attend(call, timeout_s, self._lease)

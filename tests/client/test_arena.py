@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import gc
 import os
 import random
 import subprocess
@@ -20,9 +21,11 @@ import torch
 
 from prefixcache import AsyncClient, Credentials, engine
 from prefixcache.client import arena as client_arena
-from prefixcache.client.arena import ALIGNMENT, Arena
+from prefixcache.client.arena import ALIGNMENT, Arena, Region
+from prefixcache.client.tensors import HostView
 from prefixcache.errors import (
     DeadlineExceededError,
+    FailedPreconditionError,
     InvalidArgumentError,
     PrefixCacheError,
     UnavailableError,
@@ -462,7 +465,7 @@ with open_client("sync", sys.argv[1]) as client:
             os._exit(1)
         os._exit(0)
     assert os.waitpid(pid, 0)[1] == 0
-    assert client._arenas.is_ready
+    assert client._arenas.ready
     assert torch.equal(prefilled(client), wanted)
     print("the parent goes on")
 """
@@ -475,6 +478,184 @@ with open_client("sync", sys.argv[1]) as client:
         check=False,
     )
     assert done.stdout == "the parent goes on\n", done.stderr
+
+
+# ---- tensors that lie there
+
+
+@pytest.fixture
+def copies(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The copies between tensors of the caller and other memory."""
+    made: list[str] = []
+    for name in ("to_bytes", "copy_to", "copy_from"):
+        copy = getattr(HostView, name)
+
+        def counted(*arguments: Any, name: str = name, copy: Callable[..., Any] = copy) -> Any:
+            made.append(name)
+            return copy(*arguments)
+
+        monkeypatch.setattr(HostView, name, counted)
+    return made
+
+
+def in_arena(client: Any, tensor: torch.Tensor) -> torch.Tensor:
+    placed: torch.Tensor = client.empty(tensor.shape, tensor.dtype)
+    return placed.copy_(tensor)
+
+
+def out_of(num_tokens: int = NUM_TOKENS) -> tuple[int, int, int]:
+    return num_tokens, 4, 64
+
+
+@KINDS
+@pytest.mark.parametrize("of", ["torch", "numpy"])
+def test_what_lies_in_the_arena_is_not_copied(
+    serve: Serve, by_reference: list[bool], copies: list[str], kind: str, of: str
+) -> None:
+    with open_client(kind, serve().target, arena_bytes=CALL_BYTES) as client:
+        wanted = prefilled(client)
+        dtype: object = torch.float32 if of == "torch" else np.float32
+        q, k, v, out = placed = [
+            client.empty((NUM_TOKENS, heads, 64), dtype) for heads in (4, 2, 2, 4)
+        ]
+        for tensor, source in zip(placed[:3], tensors(), strict=True):
+            tensor[...] = source if of == "torch" else source.numpy()
+        copies.clear()
+        with new_sequence(client) as one, new_sequence(client) as other:
+            assert one.prefill(0, q, k, v, out=out) is out
+            assert np.array_equal(np.asarray(out), wanted)
+            out[...] = 0
+            assert client.prefill(0, [other], [NUM_TOKENS], q, k, v, out=out) is out
+            assert np.array_equal(np.asarray(out), wanted)
+            one.append([1] * NUM_TOKENS)
+            other.append([1] * NUM_TOKENS)
+            found = one.decode(0, q, k, v, out=out).copy() if of == "numpy" else None
+            decoded = client.decode(0, [other], q, k, v, num_tokens=[NUM_TOKENS], out=out)
+            assert decoded is out
+            assert found is None or np.array_equal(found, out)
+        assert copies == []
+    assert by_reference[-4:] == [True] * (3 + (of == "numpy")) or of == "torch"
+    assert all(by_reference)
+
+
+@pytest.mark.parametrize("options", [{}, {"arena_bytes": 0}, {"arena_bytes": CALL_BYTES}])
+@pytest.mark.parametrize("num_tokens", [1, NUM_TOKENS])
+def test_the_result_goes_where_the_caller_wants_it(
+    serve: Serve, options: dict[str, int], num_tokens: int
+) -> None:
+    with open_client("sync", serve().target, **options) as client:
+        wanted = prefilled(client, num_tokens=num_tokens)
+        wide = torch.zeros(*out_of(num_tokens)[:2], 128)
+        for out in (torch.zeros(out_of(num_tokens)), wide[..., ::2], wide[..., :64]):
+            with new_sequence(client, num_tokens) as sequence:
+                assert sequence.prefill(0, *tensors(num_tokens), out=out) is out
+            assert torch.equal(out, wanted)
+
+
+@KINDS
+def test_an_output_that_does_not_fit_is_refused_and_changes_nothing(
+    serve: Serve, kind: str
+) -> None:
+    read_only = np.zeros(out_of(), np.float32)
+    read_only.flags.writeable = False
+    with open_client(kind, serve().target) as client, new_sequence(client) as sequence:
+        q, k, v = tensors()
+        for out, field in (
+            (torch.zeros(NUM_TOKENS, 4, 32), "out.shape"),
+            (torch.zeros(NUM_TOKENS + 1, 4, 64), "out.shape"),
+            (torch.zeros(out_of(), dtype=torch.float16), "out.data_type"),
+            (torch.zeros(out_of(), dtype=torch.float64), "out.data_type"),
+            (torch.zeros(out_of(), device="meta"), "out"),
+            (read_only, "out"),
+            (np.zeros(out_of(), ">f4"), "out"),
+            ([0.0], "out"),
+        ):
+            with pytest.raises(InvalidArgumentError) as caught:
+                sequence.prefill(0, q, k, v, out=out)
+            assert caught.value.field == field
+        sequence.prefill(0, q, k, v, out=torch.zeros(out_of()))
+
+
+def test_memory_comes_back_with_the_last_view(serve: Serve) -> None:
+    with open_client("sync", serve().target, arena_bytes=4 * CALL_BYTES) as client:
+        tensor = client.empty((CALL_BYTES,), np.float16)
+        arena = client._arenas.ready
+        assert arena.offset_of(tensor) == 0
+        view = torch.from_numpy(tensor)[5:]
+        del tensor
+        assert arena._free == [(2 * CALL_BYTES, 4 * CALL_BYTES)]
+        view[:] = 1
+        other = client.empty((CALL_BYTES,), torch.bfloat16)
+        assert other.data_ptr() % ALIGNMENT == 0
+        del view
+        assert arena.offset_of(client.empty((1,), np.float32)) == 0
+        del other
+        gc.collect()
+        assert arena.region(4 * CALL_BYTES) is not None
+
+
+def test_without_room_or_an_arena_it_is_memory_like_other(serve: Serve) -> None:
+    served = serve()
+    for target, options in (
+        (served.target, {"arena_bytes": 0}),
+        (served.tcp_target, {}),
+        (served.target, {"arena_bytes": 64}),
+    ):
+        with open_client("sync", target, **options) as client:
+            wanted = prefilled(client)
+            q, k, v = (in_arena(client, tensor) for tensor in tensors())
+            out = client.empty(out_of(), torch.float32)
+            with new_sequence(client) as sequence:
+                assert torch.equal(sequence.prefill(0, q, k, v, out=out), wanted)
+
+
+def test_what_is_no_shape_or_type_is_refused(serve: Serve) -> None:
+    with open_client("sync", serve().target) as client:
+        assert client.empty((0, 4), torch.bfloat16).shape == (0, 4)
+        assert client.empty((2, 0), "float16").dtype == np.float16
+        for shape, dtype, field in (
+            ((2, -1), np.float32, "shape"),
+            ((2,), np.float64, "dtype"),
+            ((2,), torch.int64, "dtype"),
+            ((2,), "no type", "dtype"),
+        ):
+            with pytest.raises(InvalidArgumentError) as caught:
+                client.empty(shape, dtype)
+            assert caught.value.field == field
+
+
+@KINDS
+def test_the_output_of_a_call_that_failed_is_not_taken_again(serve: Serve, kind: str) -> None:
+    served = serve()
+    with open_client(kind, served.target) as client:
+        wanted = prefilled(client)
+        q, k, v = (in_arena(client, tensor) for tensor in tensors())
+        out, other = (client.empty(out_of(), torch.float32) for _ in range(2))
+        with new_sequence(client) as sequence:
+            with held(engine, "prefill"), pytest.raises(DeadlineExceededError):
+                sequence.prefill(0, q, k, v, out=out[:], timeout_s=0.5)
+            for arguments in (
+                {"q": q, "out": out},
+                {"q": q, "out": out[:, ::2]},
+                {"q": out, "out": None},
+            ):
+                with pytest.raises(FailedPreconditionError, match="call that failed"):
+                    sequence.prefill(0, k=k, v=v, **arguments)
+        with new_sequence(client) as sequence:
+            assert torch.equal(sequence.prefill(0, q, k, v, out=other), wanted)
+        assert served.num_arenas == 1
+        assert not client._arenas.may_be_written(other.numpy())
+        assert len(client._arenas._given_up) == 1
+
+
+def test_memory_outlives_the_client_and_the_daemons_mapping_does_not(serve: Serve) -> None:
+    served = serve()
+    with open_client("sync", served.target) as client:
+        tensor = client.empty((1000,), np.float32)
+        assert served.num_arenas == 1
+    until(lambda: served.num_arenas == 0)
+    tensor[:] = 3
+    assert tensor.sum() == 3000
 
 
 # ---- a daemon in a process of its own
@@ -535,14 +716,25 @@ def new_arena(num_bytes: int) -> tuple[Arena, _Connection]:
 def test_regions_do_not_overlap_and_come_back() -> None:
     rng = random.Random(0)
     arena, _ = new_arena(64 * ALIGNMENT)
-    held_regions: list[tuple[Any, int, int]] = []
+    held_places: list[tuple[Any, int, int]] = []
     num_refused = 0
     for _ in range(2000):
-        if held_regions and rng.random() < 0.5:
-            region, _, _ = held_regions.pop(rng.randrange(len(held_regions)))
-            region.__exit__(None, None, None)
+        if held_places and rng.random() < 0.5:
+            place = held_places.pop(rng.randrange(len(held_places)))[0]
+            if isinstance(place, Region):
+                place.__exit__(None, None, None)
+            del place
             continue
         num_bytes = rng.randint(1, 12 * ALIGNMENT)
+        if rng.random() < 0.3:
+            lent = arena.lend(num_bytes)
+            offset = None if lent is None else arena.offset_of(lent)
+            if offset is not None:
+                assert (offset % ALIGNMENT, len(lent)) == (0, num_bytes)
+                assert all(offset + num_bytes <= o or o + n <= offset for _, o, n in held_places)
+                held_places.append((lent, offset, num_bytes))
+            del lent
+            continue
         region = arena.region(num_bytes)
         if region is None:
             num_refused += 1
@@ -551,12 +743,26 @@ def test_regions_do_not_overlap_and_come_back() -> None:
             continue
         offset, memory = region.take(num_bytes)
         assert (offset % ALIGNMENT, len(memory)) == (0, num_bytes)
-        assert all(offset + num_bytes <= o or o + n <= offset for _, o, n in held_regions)
-        held_regions.append((region, offset, num_bytes))
+        assert all(offset + num_bytes <= o or o + n <= offset for _, o, n in held_places)
+        held_places.append((region, offset, num_bytes))
     assert num_refused > 10
-    for region, _, _ in held_regions:
-        region.__exit__(None, None, None)
-    assert arena._free == [(0, 64 * ALIGNMENT)]
+    while held_places:
+        place = held_places.pop()[0]
+        if isinstance(place, Region):
+            place.__exit__(None, None, None)
+        del place
+    assert arena.region(64 * ALIGNMENT) is not None
+    assert arena._free == []
+
+
+def test_memory_can_be_given_back_in_the_middle_of_another_call() -> None:
+    arena, _ = new_arena(2 * ALIGNMENT)
+    lent = arena.lend(1)
+    assert arena.lend(2 * ALIGNMENT) is None
+    with arena._lock:  # The garbage collector runs in a thread that holds it.
+        del lent
+        gc.collect()
+    assert arena.lend(2 * ALIGNMENT) is not None
 
 
 def test_an_arena_that_is_given_up_ends_with_its_last_region() -> None:

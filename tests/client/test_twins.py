@@ -113,7 +113,7 @@ def test_the_code_of_both_differs_by_await_only(pair, modules):
         del one["__init__"], other["__init__"]  # one more check, of gRPC's asyncio side
         del one["_reply"], other["_reply"], other["_give_back"]
         # A thread may wait for a ticket or an arena, an event loop must not.
-        for name in ("_renewed", "_region"):
+        for name in ("_renewed", "_arena"):
             del one[name], other[name]
     if pair[0] is StepStream:
         # A queue for threads and one for tasks, and a wait that ends: gRPC's threads have none.
