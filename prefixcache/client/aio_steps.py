@@ -7,7 +7,7 @@ task at a time.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from types import TracebackType
 from typing import Any, Self
 
@@ -26,6 +26,10 @@ from prefixcache.errors import (
     UnavailableError,
 )
 from prefixcache.rpc.status import from_rpc_error
+
+_LOOK_EVERY_S = 0.01
+_SEND_FAILED = "Internal error from Core"
+"""What gRPC says then, and only then."""
 
 
 class AsyncStepStream:
@@ -49,6 +53,9 @@ class AsyncStepStream:
         self._timeout_s = timeout_s
         self._requests: asyncio.Queue[Any] = asyncio.Queue()
         self._replies = open_stream(_until_none(self._requests))
+        # An iterator gives what came before the end, where `read` raises the error at once.
+        self._messages = aiter(self._replies)
+        self._end_of_stream = _EndOfStream(self._replies)
 
     async def __aenter__(self) -> Self:
         return self
@@ -107,12 +114,9 @@ class AsyncStepStream:
     async def _receive(self) -> Any:
         error: PrefixCacheError
         try:
-            reply = await self._replies.read()
-            if reply is not grpc.aio.EOF:
-                return reply
-            error = UnavailableError("the daemon ended the stream")
-        except grpc.RpcError as failure:
-            error = from_rpc_error(failure)
+            return await anext(self._messages)
+        except (StopAsyncIteration, grpc.RpcError):
+            error = await self._end_of_stream.error()
         except asyncio.CancelledError:
             if current_task_is_cancelled():
                 raise
@@ -126,6 +130,46 @@ class AsyncStepStream:
             return
         self._requests.put_nowait(None)
         self._replies.cancel()
+
+
+class _EndOfStream:
+    """How the daemon ended a stream.
+
+    When a send fails, gRPC says that the stream ended with an internal error. It may have said
+    before what the daemon said, and then keeps that no longer; or it will, and calls nobody.
+    """
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+        self._error: PrefixCacheError | None = None
+        stream.add_done_callback(self._look)
+
+    async def error(self) -> PrefixCacheError:
+        """For when the stream has no more replies."""
+        while self._error is None:
+            await asyncio.sleep(_LOOK_EVERY_S)
+            self._look(self._stream)
+        return self._error
+
+    def _look(self, stream: Any) -> None:
+        if self._error is not None or not stream.done():
+            return
+        code, details = _now(stream.code()), _now(stream.details())
+        if code is grpc.StatusCode.OK:
+            self._error = UnavailableError("the daemon ended the stream")
+        elif details != _SEND_FAILED:
+            metadata = _now(stream.trailing_metadata())
+            failure = grpc.aio.AioRpcError(code, grpc.aio.Metadata(), metadata, details)
+            self._error = from_rpc_error(failure)
+
+
+def _now(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """Its result, which it needs not wait for."""
+    try:
+        coroutine.send(None)
+    except StopIteration as stop:
+        return stop.value
+    raise AssertionError("it waits")
 
 
 async def _until_none(queue: asyncio.Queue[Any]) -> AsyncIterator[Any]:

@@ -478,6 +478,19 @@ def test_what_ended_the_stream_is_raised(outcome, error, client, fake):
     assert len(fake.requests["Step"]) == 1
 
 
+def test_an_answer_and_what_then_ended_the_stream_come_while_more_is_sent(client, fake):
+    for _ in range(10):
+        fake.will("Step", cache_pb2.StepResponse(), DrainingError())
+        with client.steps() as steps:
+            sent = [steps.new_step() for _ in range(30)]
+            for step in sent:
+                steps.send(step)
+            steps.wait(sent[0])
+            for step in sent[1:]:
+                with pytest.raises(DrainingError):
+                    steps.wait(step)
+
+
 def test_a_stream_too_many_is_refused_at_its_first_answer(real):
     with real.steps() as steps:
         steps.run(steps.new_step())
