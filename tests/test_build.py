@@ -14,8 +14,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 SOURCES = ("prefixcache", "third_party", "pyproject.toml", "README.md", "LICENSE")
 MODULES = (
-    *("admission", "append", "commit", "free_queue", "hash_chain", "pool", "slots"),
-    "plain_codec",
+    *("admission", "append", "commit", "free_queue", "hash_chain", "pool", "sequence_record"),
+    *("slots", "plain_codec"),
 )
 
 

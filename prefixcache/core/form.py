@@ -38,7 +38,10 @@ def choose(wanted: str, *, is_built: Callable[[], bool]) -> str:
 
 def _is_built() -> bool:
     """True if all compiled modules are there; each of them is built or not by itself."""
-    names = ("admission", "append", "commit", "free_queue", "hash_chain", "pool", "slots")
+    names = (
+        *("admission", "append", "commit", "free_queue", "hash_chain", "pool", "sequence_record"),
+        "slots",
+    )
     found = (importlib.util.find_spec(f"prefixcache.core.native.{name}") for name in names)
     return None not in found
 

@@ -1,26 +1,25 @@
 """The record of one live sequence, and the requests of the calls on it.
 
-A `Sequence` is changed only by modules of the core, under its lock.
+A `Sequence` is changed only by modules of the core, under its lock. Its record is the compiled one
+or the one in Python, as `form` says.
 """
 
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from prefixcache.core.form import FORM
 from prefixcache.core.hashing import Chain
-from prefixcache.types import (
-    NO_EXTRA_KEYS,
-    BlockIds,
-    CacheUse,
-    CommitResult,
-    ExtraKeys,
-    SequenceId,
-    TokenIds,
-)
+from prefixcache.types import NO_EXTRA_KEYS, BlockIds, ExtraKeys, SequenceId, TokenIds
+
+if TYPE_CHECKING or FORM == "python":
+    from prefixcache.core.python.sequence_record import SequenceRecord
+else:
+    from prefixcache.core.native.sequence_record import SequenceRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,52 +54,10 @@ class CommitRow(NamedTuple):
     num_computed_tokens: int
 
 
-@dataclass(eq=False, slots=True)
-class Sequence:
-    """Tokens, block table and progress of one sequence.
+class Sequence(SequenceRecord):
+    """Tokens, block table and progress of one sequence: `SequenceRecord` has the fields."""
 
-    computed[layer]: tokens whose K/V of that layer are in place; one entry without storage.
-    hashes: of the full blocks, one digest after another, kept while the sequence may register
-    blocks.
-    num_cached_blocks: leading blocks of the table that are registered or stand by.
-    first_writable: K/V of positions below it are never written (they are somebody's hit).
-    last_call, last_reply: what a repeat of the last applied state call is recognised by and
-    answered with; an attention call clears it. Of an Append, the tokens are those of the sequence.
-    account: of the pool, which its blocks are charged to.
-    commit_before: if the last call is an Append, the Commit just before it and its reply. An
-    engine's step has both, and is repeated as a whole.
-    writers: of a sequence that has ended with its session: attachments whose processes may still
-    write to its blocks. None of one that its client has freed.
-    last_attention_start: by layer, where its last applied attention call began; a state call clears
-    it.
-    """
-
-    sequence_id: SequenceId
-    serial: int
-    owner: bytes
-    request_id: str
-    cache_use: CacheUse
-    extra_keys: ExtraKeys
-    token_ids: array[int]
-    block_table: array[int]
-    hashes: bytearray
-    computed: list[int]
-    num_prompt_tokens: int
-    num_cached_tokens: int
-    num_cached_blocks: int
-    first_writable: int
-    registers: bool
-    last_attention_start: dict[int, int]
-    created_at_s: float
-    account: int = 0
-    num_lookahead_tokens: int = 0
-    last_call: tuple[Any, ...] | None = None
-    last_reply: Any = None
-    commit_before: tuple[tuple[Any, ...], CommitResult] | None = None
-    running_layers: set[int] = field(default_factory=set)
-    is_copying: bool = False
-    copy_holds: list[int] = field(default_factory=list)
-    writers: set[int] | None = None
+    __slots__ = ()
 
     @property
     def num_tokens(self) -> int:

@@ -16,6 +16,7 @@ from libc.string cimport memset
 
 from prefixcache.core.native.hash_chain cimport plain_digests
 from prefixcache.core.native.pool cimport PLAIN, Pool
+from prefixcache.core.native.sequence_record cimport SequenceRecord
 
 import os
 from array import array as _array
@@ -92,7 +93,7 @@ def append_batch(
             num_taken = _append_plain(
                 pool,
                 hasher,
-                <object>found,
+                <SequenceRecord>found,
                 owner,
                 start_positions[row],
                 new_tokens,
@@ -220,7 +221,7 @@ cdef bint _are_distinct(const uint64_t *ids, Py_ssize_t count) noexcept:
 cdef Py_ssize_t _append_plain(
     Pool pool,
     hasher,
-    sequence,
+    SequenceRecord sequence,
     bytes owner,
     int64_t position,
     const uint32_t *new_tokens,
@@ -263,20 +264,12 @@ cdef Py_ssize_t _append_plain(
         reply = _NO_BLOCKS
     if sequence.registers and (old + count) // size > old // size:
         _hash_new_blocks(hasher, sequence, token_ids, old // size, (old + count) // size)
-    before = sequence.last_call
-    if before is not None and before[0] == "commit":
-        sequence.commit_before = (before, sequence.last_reply)
-    elif sequence.commit_before is not None:
-        sequence.commit_before = None
-    sequence.last_call = call
-    sequence.last_reply = reply
-    if sequence.last_attention_start:
-        sequence.last_attention_start.clear()
+    sequence.note_applied_call(call, reply)
     return num_added
 
 
 cdef int _hash_new_blocks(
-    hasher, sequence, array.array token_ids, Py_ssize_t first, Py_ssize_t end
+    hasher, SequenceRecord sequence, array.array token_ids, Py_ssize_t first, Py_ssize_t end
 ) except -1:
     """Add the hashes of blocks `first ..< end` to those of the sequence."""
     algorithm = hasher.algorithm

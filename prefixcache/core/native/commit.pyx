@@ -9,6 +9,8 @@ from cpython.dict cimport PyDict_GetItem
 from cpython.ref cimport PyObject
 from libc.stdint cimport int64_t
 
+from prefixcache.core.native.sequence_record cimport SequenceRecord
+
 from prefixcache.types import CommitResult, ResultCode
 
 cdef object _CommitResult = CommitResult
@@ -26,12 +28,14 @@ def commit_rows(Py_ssize_t block_size, counters, dict live, bytes owner, rows, c
         result = None
         found = PyDict_GetItem(live, row.sequence_id)
         if found != NULL:
-            result = _commit_plain(block_size, counters, <object>found, owner, row)
+            result = _commit_plain(block_size, counters, <SequenceRecord>found, owner, row)
         results.append(commit_row(owner, row) if result is None else result)
     return results
 
 
-cdef object _commit_plain(int64_t size, counters, sequence, bytes owner, row):
+cdef object _commit_plain(
+    int64_t size, counters, SequenceRecord sequence, bytes owner, row
+):
     """The row's result, or None, and nothing is changed, for a row that is not plain."""
     if sequence.owner != owner or sequence.running_layers or sequence.is_copying:
         return None
@@ -40,7 +44,8 @@ cdef object _commit_plain(int64_t size, counters, sequence, bytes owner, row):
         return None
     # An empty Commit may be a repeat; of any other, the start is where no repeat's is.
     cdef int64_t start = row.start_position, count = row.num_computed_tokens, end = start + count
-    cdef int64_t num_cached_blocks = sequence.num_cached_blocks, prompt_end
+    cdef int64_t num_cached_blocks = sequence.num_cached_blocks
+    cdef int64_t prompt_end = sequence.num_prompt_tokens
     cdef Py_ssize_t layer, num_layers = len(computed)
     if count < 1 or end > len(sequence.token_ids):
         return None
@@ -50,15 +55,10 @@ cdef object _commit_plain(int64_t size, counters, sequence, bytes owner, row):
     if sequence.registers and end // size > num_cached_blocks:
         return None
 
-    prompt_end = sequence.num_prompt_tokens
     if start < prompt_end:
         counters.prefill_tokens_computed += min(end, prompt_end) - start
     for layer in range(num_layers):
         computed[layer] = end
     reply = _CommitResult(_OK, num_cached_blocks)
-    sequence.commit_before = None
-    sequence.last_call = ("commit", start, count)
-    sequence.last_reply = reply
-    if sequence.last_attention_start:
-        sequence.last_attention_start.clear()
+    sequence.note_applied_call(("commit", start, count), reply)
     return reply
