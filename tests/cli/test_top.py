@@ -139,7 +139,7 @@ def test_a_daemon_that_is_not_there_is_named(
     options: tuple[str, ...], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     target = f"unix:{tmp_path}/none.sock"
-    error = printed(capsys, *options, "--timeout", "2", "--target", target, code=1)
+    error = printed(capsys, *options, "--timeout", "60", "--target", target, code=1)
     assert target in error and error.count("\n") == 1
 
 
@@ -237,7 +237,7 @@ class Live:
 async def live(
     target: str, size: tuple[int, int] = (80, 24), interval_s: float = 0.05
 ) -> AsyncIterator[Live]:
-    watch = Watch(target, lambda: Client(target, timeout_s=5.0), interval_s)
+    watch = Watch(target, lambda: Client(target, timeout_s=WAIT_S), interval_s)
     first = watch.look(SequenceOrder.MOST_BLOCKS, 10)
     app = TopApp(watch, first, interval_s, with_colours=True)
     async with app.run_test(size=size) as pilot:
@@ -342,7 +342,7 @@ def test_a_daemon_that_does_not_answer_is_said_while_it_is_waited_for() -> None:
 
 def test_the_first_look_fails_as_a_call_does(tmp_path: Path) -> None:
     target = f"unix:{tmp_path}/none.sock"
-    watch = Watch(target, lambda: Client(target, timeout_s=1.0), 1.0)
+    watch = Watch(target, lambda: Client(target, timeout_s=WAIT_S), 1.0)
     with pytest.raises(UnavailableError):
         watch.look(SequenceOrder.NEWEST, 1)
 

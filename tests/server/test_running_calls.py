@@ -15,7 +15,6 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prefixcache.rpc._pb import cache_pb2
 from prefixcache.server.daemon import CacheOptions, ModelOptions
 from tests.support.daemon import running_daemon
-from tests.support.gate import WAIT_S
 from tests.support.held_calls import BLOCK_SIZE, LAYOUT, NUM_BLOCKS, Served, copying, finished
 from tests.support.stubs import Peer, Refused, Row, connected, read_append
 from tests.support.toy_model import (
@@ -25,6 +24,7 @@ from tests.support.toy_model import (
     compute_batch,
     poison,
 )
+from tests.support.waiting import WAIT_S
 
 CACHE = CacheOptions(NUM_BLOCKS, BLOCK_SIZE, owner_ttl_s=0.0)
 LAST_LAYER = LAYOUT.num_layers - 1

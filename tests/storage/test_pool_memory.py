@@ -12,9 +12,12 @@ from prefixcache.storage import pool_memory
 from prefixcache.storage.layout import KVLayout
 from prefixcache.storage.pool_memory import PoolMemory
 from prefixcache.storage.shared_memory import SEALS
+from tests.support.open_files import open_files
 
 LAYOUT = KVLayout(num_layers=3, num_kv_heads=2, head_dim=8, block_size=4, dtype="float32")
 NUM_BLOCKS = 6
+NAME = "prefixcache-kv"
+"""Of a pool's file."""
 
 
 @pytest.fixture
@@ -36,13 +39,10 @@ def bytes_of(pool: PoolMemory) -> list[bytes]:
     return [pool.block_span(block).numpy().tobytes() for block in range(NUM_BLOCKS)]
 
 
-def pool_mappings() -> list[str]:
+def pool_mappings() -> set[int]:
+    """Inodes of what is mapped of pools: other tests' may still be there, or go meanwhile."""
     maps = Path("/proc/self/maps").read_text(encoding="ascii")
-    return [line for line in maps.splitlines() if "prefixcache-kv" in line]
-
-
-def open_fds() -> set[str]:
-    return set(os.listdir("/proc/self/fd"))
+    return {int(line.split()[4]) for line in maps.splitlines() if NAME in line}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
@@ -77,7 +77,7 @@ def test_the_pool_starts_page_aligned_and_zero(pool: PoolMemory) -> None:
 
 def test_all_pages_are_present_before_the_first_use(pool: PoolMemory) -> None:
     smaps = Path("/proc/self/smaps").read_text(encoding="ascii")
-    ours = smaps.split("prefixcache-kv")[1].splitlines()
+    ours = smaps.split(f"{pool.block_span(0).data_ptr():x}-")[1].splitlines()
     resident_kib = next(int(line.split()[1]) for line in ours if line.startswith("Rss:"))
     assert resident_kib * 1024 >= NUM_BLOCKS * LAYOUT.block_bytes
 
@@ -112,13 +112,13 @@ def test_a_block_out_of_range_is_refused(pool: PoolMemory, block_id: int) -> Non
 
 
 def test_close_gives_back_the_memory_and_the_file() -> None:
-    fds, mappings = open_fds(), len(pool_mappings())
     pool = PoolMemory(LAYOUT, NUM_BLOCKS)
-    assert len(pool_mappings()) == mappings + 1
+    assert pool.fd is not None
+    inode = os.fstat(pool.fd).st_ino
+    assert inode in pool_mappings() & open_files(NAME)
     pool.close()
     pool.close()
-    assert len(pool_mappings()) == mappings
-    assert open_fds() == fds
+    assert inode not in pool_mappings() | open_files(NAME)
     assert pool.fd is None
     with pytest.raises(InvalidArgumentError):
         pool.block_span(0)
@@ -127,25 +127,27 @@ def test_close_gives_back_the_memory_and_the_file() -> None:
 
 def test_a_view_outlives_the_pool() -> None:
     pool = PoolMemory(LAYOUT, NUM_BLOCKS)
+    assert pool.fd is not None
+    inode = os.fstat(pool.fd).st_ino
     view = pool.layer(1).keys
     view.fill_(3.0)
     pool.close()
     assert (view == 3.0).all()
-    assert len(pool_mappings()) == 1
+    assert inode in pool_mappings()
     del view
-    assert not pool_mappings()
+    assert inode not in pool_mappings()
 
 
 @pytest.mark.parametrize("num_blocks", [2**31 - 1, 2**30])
 def test_more_than_the_available_memory_is_refused_before_any_is_taken(num_blocks: int) -> None:
     """The size is far beyond 32 and close to 64 bits; it is named in full."""
     layout = KVLayout(num_layers=80, num_kv_heads=8, head_dim=128, block_size=16, dtype="bfloat16")
-    fds = open_fds()
+    files = open_files(NAME)
     with pytest.raises(InvalidArgumentError) as refusal:
         PoolMemory(layout, num_blocks)
     assert refusal.value.field == "num_blocks"
     assert refusal.value.fields["needed_bytes"] == num_blocks * 80 * 2 * 8 * 16 * 128 * 2
-    assert open_fds() == fds
+    assert open_files(NAME) <= files
 
 
 @pytest.mark.parametrize("num_blocks", [0, -1, 2**31])
@@ -159,11 +161,11 @@ def test_a_failing_mapping_leaves_no_file_open(monkeypatch: pytest.MonkeyPatch) 
     def refuse(*_: object, **__: object) -> None:
         raise OSError("cannot allocate memory")
 
-    fds = open_fds()
+    files = open_files(NAME)
     monkeypatch.setattr(pool_memory, "map_shared_memory", refuse)
     with pytest.raises(InvalidArgumentError, match="cannot allocate memory"):
         PoolMemory(LAYOUT, NUM_BLOCKS)
-    assert open_fds() == fds
+    assert open_files(NAME) <= files
 
 
 @pytest.mark.parametrize("device", ["cuda", "meta"])

@@ -16,6 +16,7 @@ from prefixcache.storage.shared_memory import (
     map_shared_memory,
     open_for_reading,
 )
+from tests.support.open_files import open_files
 
 SIZE = 3 * mmap.PAGESIZE
 NAME = "prefixcache-test"
@@ -137,12 +138,11 @@ def test_no_more_seals_can_be_added(fd: int) -> None:
 
 
 def test_a_mapping_lives_as_long_as_it_is_referenced() -> None:
-    fds = os.listdir("/proc/self/fd")
     fd = create_shared_memory(NAME, SIZE)
     mapped = map_shared_memory(fd, SIZE, writable=True)
     part = memoryview(mapped).cast("B")[10:20]
     os.close(fd)
-    assert os.listdir("/proc/self/fd") == fds
+    assert not open_files(NAME)
     del mapped
     assert len(mappings()) == 1
     assert part[0] == 0
@@ -171,8 +171,7 @@ def test_a_file_that_cannot_be_made_leaves_no_descriptor(monkeypatch: pytest.Mon
     def refuse(*_: object) -> None:
         raise OSError("no space")
 
-    fds = os.listdir("/proc/self/fd")
     monkeypatch.setattr(os, "fchmod", refuse)
     with pytest.raises(OSError, match="no space"):
         create_shared_memory(NAME, SIZE)
-    assert os.listdir("/proc/self/fd") == fds
+    assert not open_files(NAME)

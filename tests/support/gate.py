@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-WAIT_S = 20.0
-"""Only a test that would hang waits this long."""
+from tests.support.waiting import WAIT_S
 
 
 class Gate:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 """Only a test that fails waits this long."""
 
 
