@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-import time
+import json
 from collections.abc import Iterator
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from examples.engine.app import MAX_BODY_BYTES
+from examples.engine.loop import Engine
 from prefixcache.client import Client
 from tests.examples.engine import tiny_model
 from tests.examples.engine.endpoint import MODEL_NAME, Endpoint, daemon_for, served
+from tests.examples.engine.held_engine import held_after
 from tests.examples.engine.tiny_model import plain_answer
 from tests.support.daemon import RunningDaemon
+from tests.support.waiting import until
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "hello"}]
@@ -214,8 +218,9 @@ def test_parts_come_while_the_answer_is_computed(endpoint: Endpoint) -> None:
 def test_what_a_caller_has_dropped_is_freed(
     endpoint: Endpoint, running: RunningDaemon, is_stream: bool
 ) -> None:
-    assert endpoint.engine is not None
-    before = endpoint.engine.counters.output_tokens
+    engine = endpoint.engine
+    assert engine is not None
+    before = engine.counters.output_tokens
     body = {
         "model": MODEL_NAME,
         "prompt": "dropped",
@@ -225,34 +230,27 @@ def test_what_a_caller_has_dropped_is_freed(
         "stream": is_stream,
         "logit_bias": {},
     }
-    if is_stream:
-        with endpoint.opened(COMPLETIONS, body) as response:
-            response.readline()
-    else:
-        drop_before_the_reply(endpoint, body)
+
+    def all_are_gone() -> bool:
+        return all(request.caller.is_gone for request in engine.scheduler.running)
+
+    with held_after(engine, 30, all_are_gone):
+        if is_stream:
+            with endpoint.opened(COMPLETIONS, body) as response:
+                response.readline()
+        else:
+            drop_before_the_reply(engine, endpoint.port, body)
+        until(lambda: engine.scheduler.is_idle)
     with Client(running.target) as client:
-        wait_until(lambda: endpoint.engine.scheduler.is_idle)  # type: ignore[union-attr]
         assert client.stats().referenced == 0
-    assert endpoint.engine.counters.output_tokens - before < 2 * 240
+    assert engine.counters.output_tokens - before < 2 * 240
 
 
-def drop_before_the_reply(endpoint: Endpoint, body: Any) -> None:
-    import json
-    from http.client import HTTPConnection
-
-    connection = HTTPConnection("127.0.0.1", endpoint.port, timeout=60)
+def drop_before_the_reply(engine: Engine, port: int, body: Any) -> None:
+    connection = HTTPConnection("127.0.0.1", port, timeout=60)
     connection.request("POST", COMPLETIONS, json.dumps(body))
-    engine = endpoint.engine
-    assert engine is not None
-    wait_until(lambda: bool(engine.scheduler.running))
+    until(lambda: engine.scheduler.running)
     connection.close()
-
-
-def wait_until(is_true: Any) -> None:
-    deadline = time.monotonic() + 60
-    while not is_true():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 # ---- models, health, errors

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable
 from contextlib import suppress
 from http.client import HTTPException
 from pathlib import Path
@@ -14,6 +12,7 @@ from prefixcache.client import Client
 from tests.examples.engine import tiny_model
 from tests.examples.engine.endpoint import BLOCK_SIZE, daemon_for
 from tests.examples.engine.tiny_model import plain_answer
+from tests.support.waiting import until
 
 SYSTEM = "You answer questions about the library. "
 WHOLE_BLOCKS = len(SYSTEM) // BLOCK_SIZE * BLOCK_SIZE
@@ -28,7 +27,7 @@ def test_an_engine_that_was_killed_and_restarted_is_warm(tmp_path: Path) -> None
         long_request = threading.Thread(target=ask_in_vain, args=(fleet[0],))
         long_request.start()
         with Client(running.target) as client:
-            wait_until(lambda: client.stats().referenced > 0)
+            until(lambda: client.stats().referenced > 0)
             fleet[0].kill()
             long_request.join()
 
@@ -43,16 +42,9 @@ def test_an_engine_that_was_killed_and_restarted_is_warm(tmp_path: Path) -> None
                 running.sweep()
                 return client.stats().referenced == 0
 
-            wait_until(frees_all)
+            until(frees_all)
 
 
 def ask_in_vain(engine: EngineProcess) -> None:
     with suppress(OSError, HTTPException):
         engine.complete("x", 250)
-
-
-def wait_until(is_true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not is_true():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)

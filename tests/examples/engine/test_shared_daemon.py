@@ -17,6 +17,7 @@ from examples.engine.scheduler import Limits, Scheduler
 from prefixcache.client import Client
 from tests.examples.engine import tiny_model
 from tests.examples.engine.endpoint import BLOCK_SIZE, daemon_for
+from tests.examples.engine.held_engine import held_after
 from tests.examples.engine.tiny_model import plain_tokens
 from tests.support.program import serving
 
@@ -145,10 +146,12 @@ def test_a_restart_of_the_daemon_changes_no_answer(
         with serving(tmp_path, *map(str, options)) as daemon:
             target = daemon.addresses[0]
             engine = stack.enter_context(running_engine(folder, target, attached, limits))
+            is_killed = threading.Event()
+            stack.enter_context(held_after(engine, 60, is_killed.is_set))
             first = [Asked(engine, prompt, max_tokens=150) for prompt in prompts(1, 2)]
             assert all(asked.has_some.wait(60) for asked in first)
-        # It was killed.
-        assert not all(asked.is_done.is_set() for asked in first)
+        is_killed.set()
+        assert not any(asked.is_done.is_set() for asked in first)
         second = Asked(engine, prompts(2, 1)[1])
         with serving(tmp_path, *map(str, options)):
             for asked in [*first, second]:
