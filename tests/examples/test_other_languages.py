@@ -50,7 +50,7 @@ def check_left_behind(socket: Path, num_cached_blocks: int, num_requests: int) -
 
 @pytest.mark.skipif(NODE is None, reason="no node on PATH")
 @pytest.mark.skipif(
-    not (EXAMPLES / "node" / "node_modules").is_dir(),
+    not (EXAMPLES / "node" / "node_modules" / ".package-lock.json").is_file(),  # npm's last file
     reason="its packages are not installed: make examples does that where there is npm",
 )
 @pytest.mark.parametrize(
