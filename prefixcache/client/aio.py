@@ -442,11 +442,10 @@ class AsyncClient:
         """A tensor without content, for Prefill and Decode: on a Unix socket in shared memory.
 
         shape: of q, k, v or out. dtype: of torch, for a torch tensor, or of numpy, for an array. A
-        call takes it from there, and puts its result there, without a copy. It counts against
-        `arena_bytes` until it and its views are gone. If there is no such memory, and after a call
-        that failed, it is a tensor like others, but for the output of that call: no call takes it
-        again (FailedPreconditionError). A forked child must not touch it (SIGSEGV). Raises
-        InvalidArgumentError.
+        call takes it from there, and puts its result there, without a copy; during the call it must
+        not be changed. It counts against `arena_bytes` until it and its views are gone. If there is
+        no such memory, and after a call that failed, it is a tensor like others. A forked child
+        must not touch it (SIGSEGV). Raises InvalidArgumentError.
         """
         info = await self._ready(timeout_s)
         arena = await self._arena(info)
@@ -566,7 +565,7 @@ class AsyncClient:
     ) -> TensorT:
         """Large tensors go by reference where the daemon takes them so, else in the message."""
         info = await self._ready(timeout_s)
-        call.check(info.layout, self._arenas.may_be_written)
+        call.check_out(info.layout)
         region = await self._region(call, info)
         if region is not None:
             with suppress(ArenaLostError), region:

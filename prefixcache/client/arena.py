@@ -8,21 +8,24 @@ memory from `Arenas.lend`, stay where they are.
 
 Only a reply tells that the daemon is done with a region. After a call that failed, or was given up,
 the whole arena is given up: its other calls end in it, later ones get another. So the daemon never
-reads or writes a region that is another call's by then. What was lent of it is memory like other
-memory from then on, but for the place of the failed call's output: no call takes that again.
+reads or writes a region that is another call's by then. Where the failed call's tensors lay in lent
+memory, that becomes a private copy, in place, before the caller hears of the failure: what the
+caller does next is not seen by the daemon, which may still be reading K/V, and what the daemon
+still writes is not seen by the caller. All that was lent of it is memory like other memory then.
 
 `Arenas` may be used by many threads.
 """
 
 from __future__ import annotations
 
+import mmap
 import os
 import threading
 import time
 import weakref
 from bisect import insort
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from ctypes import Array, addressof, c_uint8
 from types import TracebackType
 from typing import Any
@@ -35,7 +38,7 @@ from prefixcache.client.credentials import Bearer
 from prefixcache.client.peer_connection import PeerConnection, PeerRefusedError
 from prefixcache.client.results import ServerInfo
 from prefixcache.rpc.peer_protocol import ARENA_ID, PeerMessage
-from prefixcache.storage.shared_memory import create_shared_memory, map_shared_memory
+from prefixcache.storage.shared_memory import create_shared_memory, make_private, map_shared_memory
 
 DEFAULT_ARENA_BYTES = 256 * 2**20
 """As much as one message may have. Pages that no tensor was in take no memory."""
@@ -71,8 +74,6 @@ class Arenas:
         self._pid = os.getpid()
         self._arena: Arena | None = None
         self._try_at_s = 0.0
-        self._given_up: list[Arena] = []
-        """Those of which memory is lent still."""
 
     def may_have_one(self, info: ServerInfo) -> bool:
         """Whether it is worth asking the daemon for one."""
@@ -95,7 +96,6 @@ class Arenas:
                 return
             if self._arena is not None:
                 self._arena.give_up()
-                self._given_up = [one for one in (*self._given_up, self._arena) if one.has_lent]
                 self._arena = None
             num_bytes = min(self._num_bytes, info.max_arena_bytes)
             try:
@@ -104,12 +104,6 @@ class Arenas:
                 self._try_at_s = self._clock() + _AFTER_REFUSAL_S
             except OSError:
                 self._try_at_s = self._clock() + _AFTER_FAILURE_S
-
-    def may_be_written(self, array: npt.NDArray[Any]) -> bool:
-        """Whether a call that failed may still write its output there."""
-        arena = self._arena
-        arenas = self._given_up if arena is None else [*self._given_up, arena]
-        return any(one.may_be_written(array) for one in arenas)
 
     def close(self) -> None:
         """In a forked child nothing happens: the lock may be held for ever."""
@@ -159,8 +153,6 @@ class Arena:
         self._returned: deque[tuple[int, int]] = deque()
         """Lent runs that were given back by one who could not wait for the lock."""
         self._lent: set[tuple[int, int]] = set()
-        self._unfinished: set[tuple[int, int]] = set()
-        """Lent runs that the outputs of failed calls go to."""
 
     @property
     def is_good(self) -> bool:
@@ -171,7 +163,7 @@ class Arena:
         """A place for a call's tensors, for a `with`; None if there is none now. Does not wait."""
         num_bytes = aligned(num_bytes)
         with self._lock:
-            start = self._take(num_bytes)
+            start = self._take(num_bytes, ALIGNMENT)
             if start is None:
                 return None
             self._num_calls += 1
@@ -182,9 +174,10 @@ class Arena:
 
         It is given back when the array, its views, and tensors made of it are gone.
         """
-        num_taken = aligned(num_bytes)
+        # Whole pages, which `make_private` needs.
+        num_taken = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         with self._lock:
-            start = self._take(num_taken)
+            start = self._take(num_taken, mmap.PAGESIZE)
             if start is None:
                 return None
             run = start, start + num_taken
@@ -200,33 +193,18 @@ class Arena:
         is_there = offset >= 0 and offset + array.nbytes <= len(self._mapped) and array.nbytes > 0
         return offset if is_there and array.flags.c_contiguous else None
 
-    @property
-    def has_lent(self) -> bool:
-        with self._lock:
-            self._take_back()
-            return bool(self._lent)
+    def give_up(self, offsets: Iterable[int] = ()) -> None:
+        """No more regions; the daemon is told once no call uses it.
 
-    def output_failed(self, offset: int) -> None:
-        """The daemon may still write an output there, in memory that is lent."""
-        with self._lock:
-            self._unfinished |= {run for run in self._lent if run[0] <= offset < run[1]}
-
-    def may_be_written(self, array: npt.NDArray[Any]) -> bool:
-        """Whether an output that failed may still be written where the array is."""
-        if not self._unfinished:
-            return False
-        with self._lock:
-            self._take_back()
-            return any(
-                np.may_share_memory(array, self.memory[start:end])
-                for start, end in self._unfinished
-            )
-
-    def give_up(self) -> None:
-        """No more regions; the daemon is told once no call uses it."""
+        offsets: where tensors of a call that failed lie in lent memory. Raises OSError if there is
+        no memory for a private copy.
+        """
         with self._lock:
             self._is_given_up = True
             self._close_if_unused()
+            runs = {run for run in self._lent for at in offsets if run[0] <= at < run[1]}
+        for start, end in runs:
+            make_private(self._address + start, end - start)
 
     def end_call(self, start: int, num_bytes: int) -> None:
         """Give a region back."""
@@ -235,16 +213,19 @@ class Arena:
             self._num_calls -= 1
             self._close_if_unused()
 
-    def _take(self, num_bytes: int) -> int | None:
+    def _take(self, num_bytes: int, alignment: int) -> int | None:
         """The first place that is large enough: so as few pages as can be are ever used."""
         if self._is_given_up:
             return None
-        self._take_back()
-        for position, (start, end) in enumerate(self._free):
+        while self._returned:
+            run = self._returned.popleft()
+            self._lent.discard(run)
+            self._put_back(*run)
+        for position, (first, end) in enumerate(self._free):
+            start = -(-first // alignment) * alignment
             if start + num_bytes <= end:
-                self._free[position : position + 1] = (
-                    [(start + num_bytes, end)] if start + num_bytes < end else []
-                )
+                left = (first, start), (start + num_bytes, end)
+                self._free[position : position + 1] = [run for run in left if run[0] < run[1]]
                 return start
         return None if num_bytes else 0
 
@@ -252,13 +233,6 @@ class Arena:
         if start < end:
             insort(self._free, (start, end))
             self._free = _joined(self._free)
-
-    def _take_back(self) -> None:
-        while self._returned:
-            run = self._returned.popleft()
-            self._lent.discard(run)
-            self._unfinished.discard(run)
-            self._put_back(*run)
 
     def _close_if_unused(self) -> None:
         if self._is_given_up and self._num_calls == 0:
@@ -271,20 +245,18 @@ class Region:
     def __init__(self, arena: Arena, start: int, num_bytes: int) -> None:
         self._arena, self._start, self._num_bytes = arena, start, num_bytes
         self._next = start
-        self._output: int | None = None
+        self._lying: list[int] = []
 
     @property
     def arena_id(self) -> int:
         return self._arena.arena_id
 
     def offset_of(self, array: npt.NDArray[Any]) -> int | None:
-        """Where in the arena an array lies already, if it does."""
-        return self._arena.offset_of(array)
-
-    def offset_of_output(self, array: npt.NDArray[Any]) -> int | None:
-        """The same of an array that the daemon is to write to."""
-        self._output = self._arena.offset_of(array)
-        return self._output
+        """Where in the arena an array of the call's lies already, if it does."""
+        offset = self._arena.offset_of(array)
+        if offset is not None:
+            self._lying.append(offset)
+        return offset
 
     def take(self, num_bytes: int) -> tuple[int, npt.NDArray[np.uint8]]:
         """The next so many bytes: where they begin in the arena, and a view of them."""
@@ -303,9 +275,7 @@ class Region:
         traceback: TracebackType | None,
     ) -> None:
         if error is not None:
-            if self._output is not None:
-                self._arena.output_failed(self._output)
-            self._arena.give_up()
+            self._arena.give_up(self._lying)
         self._arena.end_call(self._start, self._num_bytes)
 
 

@@ -17,7 +17,7 @@ from prefixcache.client.columns import uint32, uint32_column
 from prefixcache.client.messages import Call
 from prefixcache.client.sequence_calls import States, check_length, sequence_ids
 from prefixcache.client.tensors import HostView, TensorT, host_view, like, writable_view
-from prefixcache.errors import FailedPreconditionError, InvalidArgumentError
+from prefixcache.errors import InvalidArgumentError
 from prefixcache.rpc.codec import (
     set_options,
     set_tensor_type,
@@ -30,7 +30,6 @@ from prefixcache.types import AttentionOptions, HostTensor
 
 Tensors: TypeAlias = tuple[TensorT, TensorT, TensorT | None]
 """q, k and v; no v for latent K/V."""
-HostArray: TypeAlias = npt.NDArray[Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,17 +47,8 @@ class AttentionCall(Generic[TensorT]):
     out: tuple[TensorT, HostView] | None
     advance: Callable[[], None]
 
-    def check(self, layout: Layout | None, may_be_written: Callable[[HostArray], bool]) -> None:
-        """Raises InvalidArgumentError if the output of a daemon with that layout does not fit.
-
-        may_be_written: whether a call that failed may still write there; FailedPreconditionError.
-        """
-        views = self.inputs if self.out is None else (*self.inputs, ("out", self.out[1]))
-        for field, view in views:
-            if may_be_written(view.array):
-                raise FailedPreconditionError(
-                    f"{field}: the output of a call that failed may still be written there"
-                )
+    def check_out(self, layout: Layout | None) -> None:
+        """Raises InvalidArgumentError if the output of a daemon with that layout does not fit."""
         q = self.inputs[0][1]
         if self.out is None or layout is None or len(q.shape) != 3:
             return
@@ -110,9 +100,9 @@ class AttentionCall(Generic[TensorT]):
                 offset, memory = region.take(view.num_bytes)
                 view.copy_to(memory)
             _set_span(message.arena, region, offset, view.num_bytes)
-        result: HostArray | None = None
+        result: npt.NDArray[Any] | None = None
         num_bytes = self._out_bytes(layout)
-        offset = None if self.out is None else region.offset_of_output(self.out[1].array)
+        offset = None if self.out is None else region.offset_of(self.out[1].array)
         if offset is None:
             offset, result = region.take(num_bytes)
         _set_span(self.request.out, region, offset, num_bytes)

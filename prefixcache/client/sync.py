@@ -429,11 +429,10 @@ class Client:
         """A tensor without content, for Prefill and Decode: on a Unix socket in shared memory.
 
         shape: of q, k, v or out. dtype: of torch, for a torch tensor, or of numpy, for an array. A
-        call takes it from there, and puts its result there, without a copy. It counts against
-        `arena_bytes` until it and its views are gone. If there is no such memory, and after a call
-        that failed, it is a tensor like others, but for the output of that call: no call takes it
-        again (FailedPreconditionError). A forked child must not touch it (SIGSEGV). Raises
-        InvalidArgumentError.
+        call takes it from there, and puts its result there, without a copy; during the call it must
+        not be changed. It counts against `arena_bytes` until it and its views are gone. If there is
+        no such memory, and after a call that failed, it is a tensor like others. A forked child
+        must not touch it (SIGSEGV). Raises InvalidArgumentError.
         """
         info = self._ready(timeout_s)
         arena = self._arena(info)
@@ -551,7 +550,7 @@ class Client:
     ) -> TensorT:
         """Large tensors go by reference where the daemon takes them so, else in the message."""
         info = self._ready(timeout_s)
-        call.check(info.layout, self._arenas.may_be_written)
+        call.check_out(info.layout)
         region = self._region(call, info)
         if region is not None:
             with suppress(ArenaLostError), region:

@@ -22,6 +22,7 @@ SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 """The size stays, so a mapping never loses its pages (SIGBUS), and nobody can seal it further."""
 
 _F_SEAL_FUTURE_WRITE = 0x10
+_MREMAP_MAYMOVE_FIXED = 1 | 2
 _MAP_FAILED = ctypes.c_void_p(-1).value
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -34,6 +35,14 @@ _libc.mmap.argtypes = (
     ctypes.c_int64,
 )
 _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_libc.mremap.restype = ctypes.c_void_p
+_libc.mremap.argtypes = (
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_void_p,
+)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
@@ -103,6 +112,24 @@ def map_shared_memory(
     mapped = (ctypes.c_uint8 * num_bytes).from_address(address)
     weakref.finalize(mapped, _unmap, os.getpid(), address, num_bytes).atexit = False
     return mapped
+
+
+def make_private(address: int, num_bytes: int) -> None:
+    """Put a copy in place of a part of a mapping: nobody shares it any more. Raises OSError.
+
+    Whole pages. Others may read them meanwhile, but not write.
+    """
+    protection = mmap.PROT_READ | mmap.PROT_WRITE
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    copy = _libc.mmap(None, num_bytes, protection, flags, -1, 0)
+    if copy == _MAP_FAILED:
+        raise _last_error()
+    ctypes.memmove(copy, address, num_bytes)
+    moved = _libc.mremap(copy, num_bytes, num_bytes, _MREMAP_MAYMOVE_FIXED, address)
+    if moved == _MAP_FAILED:
+        error = _last_error()
+        _libc.munmap(copy, num_bytes)
+        raise error
 
 
 def _unmap(pid: int, address: int, num_bytes: int) -> None:

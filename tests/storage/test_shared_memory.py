@@ -13,6 +13,7 @@ import pytest
 from prefixcache.storage.shared_memory import (
     SEALS,
     create_shared_memory,
+    make_private,
     map_shared_memory,
     open_for_reading,
 )
@@ -148,6 +149,27 @@ def test_a_mapping_lives_as_long_as_it_is_referenced() -> None:
     assert part[0] == 0
     del part
     assert mappings() == []
+
+
+def test_a_part_can_be_made_private_in_place(fd: int) -> None:
+    one, other = (map_shared_memory(fd, SIZE, writable=True) for _ in range(2))
+    one[:] = bytes([1]) * SIZE
+    make_private(ctypes.addressof(one) + mmap.PAGESIZE, mmap.PAGESIZE)
+    assert bytes(one) == bytes([1]) * SIZE
+    one[:] = bytes([2]) * SIZE
+    other[mmap.PAGESIZE] = 3
+    assert one[mmap.PAGESIZE] == 2
+    pages = [bytes([number]) * mmap.PAGESIZE for number in (2, 1, 2)]
+    pages[1] = bytes([3]) + pages[1][1:]
+    assert bytes(other) == b"".join(pages)
+
+
+def test_what_cannot_be_made_private_stays_as_it_is(fd: int) -> None:
+    mapped = map_shared_memory(fd, SIZE, writable=True)
+    with pytest.raises(OSError, match="Invalid argument"):
+        make_private(ctypes.addressof(mapped) + 1, mmap.PAGESIZE)
+    with pytest.raises(OSError, match="Cannot allocate"):
+        make_private(ctypes.addressof(mapped), 2**60)
 
 
 def test_a_forked_child_has_no_part_of_it(fd: int) -> None:
