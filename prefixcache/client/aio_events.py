@@ -5,19 +5,13 @@ Owns the stream; what a response means is in `events`. One task at a time, but a
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 from types import TracebackType
 from typing import Any, Self
 
-import grpc
-import grpc.aio
-
-from prefixcache.client.cancelled_task import current_task_is_cancelled
+from prefixcache.client.aio_replies import Replies
 from prefixcache.client.events import CacheEvent, EventPosition, EventReader
 from prefixcache.client.home_process import HomeProcess
-from prefixcache.errors import CancelledCallError, UnavailableError
-from prefixcache.rpc.status import from_rpc_error
 
 
 class AsyncEventStream:
@@ -30,7 +24,7 @@ class AsyncEventStream:
 
     def __init__(self, replies: Any, home: HomeProcess) -> None:
         self._home = home
-        self._replies = replies
+        self._replies = Replies(replies)
         self._reader = EventReader()
         self._events: Iterator[CacheEvent] = iter(())
 
@@ -67,14 +61,4 @@ class AsyncEventStream:
             self._replies.cancel()
 
     async def _receive(self) -> Any:
-        try:
-            reply = await self._replies.read()
-        except grpc.RpcError as failure:
-            raise from_rpc_error(failure) from failure
-        except asyncio.CancelledError:
-            if current_task_is_cancelled():
-                raise
-            raise CancelledCallError("the stream is closed") from None
-        if reply is grpc.aio.EOF:
-            raise UnavailableError("the daemon ended the stream")
-        return reply
+        return await self._replies.next()

@@ -7,29 +7,16 @@ task at a time.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable
 from types import TracebackType
 from typing import Any, Self
 
-import grpc
-import grpc.aio
-
+from prefixcache.client.aio_replies import Replies
 from prefixcache.client.aio_sequence import AsyncSequence
-from prefixcache.client.cancelled_task import current_task_is_cancelled
 from prefixcache.client.home_process import HomeProcess
 from prefixcache.client.step import Step
 from prefixcache.client.unanswered_steps import UnansweredSteps
-from prefixcache.errors import (
-    CancelledCallError,
-    DeadlineExceededError,
-    PrefixCacheError,
-    UnavailableError,
-)
-from prefixcache.rpc.status import from_rpc_error
-
-_LOOK_EVERY_S = 0.01
-_SEND_FAILED = "Internal error from Core"
-"""What gRPC says then, and only then."""
+from prefixcache.errors import CancelledCallError, DeadlineExceededError, PrefixCacheError
 
 
 class AsyncStepStream:
@@ -52,10 +39,7 @@ class AsyncStepStream:
         self._steps = steps
         self._timeout_s = timeout_s
         self._requests: asyncio.Queue[Any] = asyncio.Queue()
-        self._replies = open_stream(_until_none(self._requests))
-        # An iterator gives what came before the end, where `read` raises the error at once.
-        self._messages = aiter(self._replies)
-        self._end_of_stream = _EndOfStream(self._replies)
+        self._replies = Replies(open_stream(_until_none(self._requests)))
 
     async def __aenter__(self) -> Self:
         return self
@@ -112,17 +96,11 @@ class AsyncStepStream:
         self._end(CancelledCallError("the stream is closed"))
 
     async def _receive(self) -> Any:
-        error: PrefixCacheError
         try:
-            return await anext(self._messages)
-        except (StopAsyncIteration, grpc.RpcError):
-            error = await self._end_of_stream.error()
-        except asyncio.CancelledError:
-            if current_task_is_cancelled():
-                raise
-            error = CancelledCallError("the client is closed")
-        self._end(error)
-        raise error
+            return await self._replies.next()
+        except PrefixCacheError as error:
+            self._end(error)
+            raise
 
     def _end(self, error: PrefixCacheError) -> None:
         self._steps.fail(error)
@@ -130,46 +108,6 @@ class AsyncStepStream:
             return
         self._requests.put_nowait(None)
         self._replies.cancel()
-
-
-class _EndOfStream:
-    """How the daemon ended a stream.
-
-    When a send fails, gRPC says that the stream ended with an internal error. It may have said
-    before what the daemon said, and then keeps that no longer; or it will, and calls nobody.
-    """
-
-    def __init__(self, stream: Any) -> None:
-        self._stream = stream
-        self._error: PrefixCacheError | None = None
-        stream.add_done_callback(self._look)
-
-    async def error(self) -> PrefixCacheError:
-        """For when the stream has no more replies."""
-        while self._error is None:
-            await asyncio.sleep(_LOOK_EVERY_S)
-            self._look(self._stream)
-        return self._error
-
-    def _look(self, stream: Any) -> None:
-        if self._error is not None or not stream.done():
-            return
-        code, details = _now(stream.code()), _now(stream.details())
-        if code is grpc.StatusCode.OK:
-            self._error = UnavailableError("the daemon ended the stream")
-        elif details != _SEND_FAILED:
-            metadata = _now(stream.trailing_metadata())
-            failure = grpc.aio.AioRpcError(code, grpc.aio.Metadata(), metadata, details)
-            self._error = from_rpc_error(failure)
-
-
-def _now(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """Its result, which it needs not wait for."""
-    try:
-        coroutine.send(None)
-    except StopIteration as stop:
-        return stop.value
-    raise AssertionError("it waits")
 
 
 async def _until_none(queue: asyncio.Queue[Any]) -> AsyncIterator[Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,6 +11,7 @@ import numpy as np
 import pytest
 
 from prefixcache import (
+    AsyncClient,
     BlocksRemoved,
     BlocksStored,
     CacheCleared,
@@ -22,6 +25,7 @@ from prefixcache import (
 )
 from prefixcache.rpc._pb import admin_pb2
 from prefixcache.server.daemon import CacheOptions
+from prefixcache.server.event_streams import MAX_EVENT_STREAMS
 from tests.client.fake_daemon import BOOT_ID, FakeDaemon
 from tests.client.twins import next_event, open_client
 from tests.support.daemon import RunningDaemon, running_daemon
@@ -112,6 +116,23 @@ def test_the_end_of_the_daemon_ends_the_stream(watcher: Any, running: RunningDae
     assert next_event(stream) == SnapshotEnded(0)
     with pytest.raises(errors.DrainingError):
         next_event(stream)
+
+
+def test_a_task_that_is_held_up_hears_that_a_stream_is_too_many(running: RunningDaemon) -> None:
+    async def main() -> None:
+        async with AsyncClient(running.target) as client:
+            streams = [await client.watch_events() for _ in range(MAX_EVENT_STREAMS)]
+            for stream in streams:
+                await anext(stream)
+            for num_turns in range(8):
+                refused = await client.watch_events()
+                for _ in range(num_turns):
+                    await asyncio.sleep(0)
+                time.sleep(0.05)  # The daemon refuses the stream, be its request sent or not.
+                with pytest.raises(errors.TooManyStreamsError):
+                    await anext(refused)
+
+    asyncio.run(main())
 
 
 def test_a_loss_is_an_event_and_moves_the_position(fake: FakeDaemon, client: Any) -> None:
