@@ -10,13 +10,10 @@ Descriptors come with the first byte of their message.
 
 from __future__ import annotations
 
-import os
 import socket
-import stat
 import struct
 from array import array
 from collections.abc import Sequence
-from contextlib import suppress
 from enum import IntEnum, unique
 
 HEADER = struct.Struct(">I")
@@ -27,7 +24,6 @@ MAX_DESCRIPTORS = 4
 """Of one message. More end the connection."""
 _MAX_RIGHTS = 253
 """What the kernel lets a message have (SCM_MAX_FD). What has no room here it closes by itself."""
-_NO_LINGER = struct.pack("ii", 0, 0)
 
 
 @unique
@@ -65,21 +61,6 @@ def receive(connected: socket.socket, num_bytes: int, descriptors: list[int]) ->
     if flags & socket.MSG_CTRUNC or len(descriptors) > MAX_DESCRIPTORS:
         raise ConnectionAbortedError("too many descriptors came")
     return data
-
-
-def close_descriptors(descriptors: list[int]) -> None:
-    """Close what a peer has sent, and empty the list.
-
-    A socket that the peer has made to linger (SO_LINGER, socket(7)) would hold up whoever closes it
-    last.
-    """
-    while descriptors:
-        fd = descriptors.pop()
-        if not stat.S_ISSOCK(os.fstat(fd).st_mode):
-            os.close(fd)
-            continue
-        with socket.socket(fileno=fd) as sent, suppress(OSError):
-            sent.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
 
 
 def send(connected: socket.socket, message: bytes, descriptors: Sequence[int]) -> bool:

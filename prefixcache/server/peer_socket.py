@@ -3,8 +3,9 @@
 See `prefixcache.rpc.peer_protocol` for the messages. Here are the connections, and the one thread
 that serves them; what is asked for is answered by handlers, one for each kind of request, which
 their owners give. No peer can hold the thread up: sockets do not block, a peer that has had no
-answer is sent away after a while, one that reads no answers at once, and requests, descriptors and
-peers, in all and a user, are bounded. Handlers run in the thread, so they must be quick.
+answer is sent away after a while, one that reads no answers at once, requests, descriptors and
+peers, in all and a user, are bounded, and what is behind a descriptor is not waited for. Handlers
+run in the thread, so they must be quick.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ from prefixcache.rpc.peer_protocol import (
     HEADER,
     MAX_REQUEST_BYTES,
     PeerMessage,
-    close_descriptors,
     message_of,
     receive,
     send,
 )
 from prefixcache.server.peer_process import open_pidfd, peer_of
+from prefixcache.server.sent_descriptors import SentDescriptors
 from prefixcache.server.unix_socket import SOCKET_MODE
 
 _log = structlog.get_logger(__name__)
@@ -41,6 +42,8 @@ _log = structlog.get_logger(__name__)
 MAX_PEERS = 4096
 MAX_PEERS_A_USER = 1024
 """A client has a connection for each kind of request that it makes."""
+MAX_UNCLOSED_A_USER = 64
+"""Descriptors; while so many cannot be closed, no more processes of the user are let in."""
 FIRST_ANSWER_TIMEOUT_S = 5.0
 _LOOK_EVERY_S = 1.0
 _BACKLOG = 128
@@ -111,10 +114,14 @@ class PeerConnection:
         """With all that the peer has sent, read or not."""
         with suppress(OSError):  # the peer has left
             self.socket.shutdown(socket.SHUT_RDWR)
-        close_descriptors(self.descriptors)
+        self.close_descriptors()
         while self._has_more():
-            close_descriptors(self.descriptors)
+            self.close_descriptors()
         self.socket.close()
+
+    def close_descriptors(self) -> None:
+        """Those that came, but for those that a handler has kept."""
+        self._owner.sent.close(self.descriptors, self.peer.uid)
 
     def _has_more(self) -> bool:
         try:
@@ -150,6 +157,7 @@ class PeerSocket:
         self._open: dict[PeerConnection, None] = {}
         self._watched: dict[PeerConnection, None] = {}
         self._num_by_uid: Counter[int] = Counter()
+        self.sent = SentDescriptors()
         self._selector = selectors.DefaultSelector()
         self._listeners: list[socket.socket] = []
         self._is_closing = False
@@ -191,6 +199,7 @@ class PeerSocket:
         for opened in (*self._listeners, self._wake_read):
             opened.close()
         self._selector.close()
+        self.sent.end()
 
     # ---- in the thread
 
@@ -242,14 +251,20 @@ class PeerSocket:
             accepted.close()
             return
         uid = connection.peer.uid
-        num_peers = self._num_by_uid.total()
-        if num_peers >= self._max_peers or self._num_by_uid[uid] >= self._max_peers_a_user:
+        if not self._has_place(uid):
             _send(connection, PeerMessage.REFUSED, PeerAnswer(b"too many processes are connected"))
             connection.close()
             return
         self._open[connection] = None
         self._num_by_uid[uid] += 1
         self._selector.register(accepted, selectors.EVENT_READ, partial(self._read, connection))
+
+    def _has_place(self, uid: int) -> bool:
+        return (
+            self._num_by_uid.total() < self._max_peers
+            and self._num_by_uid[uid] < self._max_peers_a_user
+            and self.sent.num_unclosed(uid) < MAX_UNCLOSED_A_USER
+        )
 
     def _read(self, connection: PeerConnection) -> None:
         try:
@@ -264,7 +279,7 @@ class PeerSocket:
         connection.received += data
         while (request := _next_request(connection.received)) is not None:
             stays = self._serve(connection, request)
-            close_descriptors(connection.descriptors)
+            connection.close_descriptors()
             if not stays:
                 self._drop(connection)
                 return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import signal
@@ -30,6 +31,7 @@ from prefixcache.rpc.peer_protocol import (
 from prefixcache.server import peer_process, peer_socket
 from prefixcache.server.peer_socket import (
     FIRST_ANSWER_TIMEOUT_S,
+    MAX_UNCLOSED_A_USER,
     PeerAnswer,
     PeerConnection,
     PeerRequest,
@@ -366,6 +368,71 @@ def test_descriptors_that_do_not_close_at_once_hold_nobody_up(
         bad.close()
         with served.connection() as other:
             assert other.ask(KIND, b"x").rest == b"x"
+
+
+@contextmanager
+def socket_that_does_not_close() -> Iterator[int]:
+    """Whoever closes it last closes what is in its queue, which lingers until the end."""
+    one, other = socket.socketpair()
+    with lingering_socket() as lingering:
+        socket.send_fds(other, [b"x"], [lingering.fileno()])
+        lingering.close()
+        other.close()
+        yield one.detach()
+
+
+def leave_descriptor(served: Served, fd: int) -> None:
+    """To the daemon alone, which has no use for it."""
+    message = message_of(KIND, b"refuse")
+    with served.raw() as bad:
+        socket.send_fds(bad, [message[:-1]], [fd])
+        os.close(fd)
+        bad.sendall(message[-1:])
+        assert received(bad)[0] == PeerMessage.REFUSED
+
+
+def test_a_descriptor_that_does_not_close_at_all_holds_up_its_user_alone(serve: Serve) -> None:
+    """What is behind it may as well be a file system of the peer's own."""
+    served, uid = serve(), os.getuid()
+    read_end, write_end = os.pipe()
+    with served.connection() as early:
+        assert early.ask(KIND, b"x").rest == b"x"
+        with socket_that_does_not_close() as stuck:
+            leave_descriptor(served, stuck)
+            for number in range(1, MAX_UNCLOSED_A_USER):
+                until(lambda at=number: served.peers.sent.num_unclosed(uid) == at)
+                leave_descriptor(served, os.dup(write_end))
+            os.close(write_end)
+            until(lambda: served.peers.sent.num_unclosed(uid) == MAX_UNCLOSED_A_USER)
+            with served.connection() as late, pytest.raises(PeerRefusedError, match="too many"):
+                late.ask(KIND)
+            assert served.peers.sent.num_unclosed(uid + 1) == 0
+            assert early.ask(KIND, b"y").rest == b"y"
+            assert not has_no_writer(read_end)
+        until(lambda: has_no_writer(read_end))
+        os.close(read_end)
+        until(lambda: not served.peers.sent.num_unclosed(uid))
+        with served.connection() as late:
+            assert late.ask(KIND, b"z").rest == b"z"
+
+
+def test_a_close_that_fails_ends_nothing(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As that of a network's file does whose server has gone."""
+    served, close, failed = serve(), os.close, threading.Event()
+
+    def fail(fd: int) -> None:
+        close(fd)
+        if threading.current_thread().name == "peer-closing":
+            failed.set()
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "close", fail)
+    for _ in range(2):
+        with served.connection() as one, open("/dev/null") as null:
+            os.close(one.ask(KIND, b"x", [null.fileno()]).descriptors[0])
+        assert failed.wait(WAIT_S)
+        failed.clear()
+    until(lambda: not served.peers.sent.num_unclosed(os.getuid()))
 
 
 # ---- the process
