@@ -35,7 +35,7 @@ from prefixcache.server.model_layout import layout_of
 from prefixcache.server.open_files import raise_limit
 from prefixcache.server.overview import Observer
 from prefixcache.server.peer_arenas import ArenaRequests
-from prefixcache.server.peer_socket import PeerSocket, peer_socket_path
+from prefixcache.server.peer_socket import MAX_PEERS, PeerSocket, peer_socket_path
 from prefixcache.server.record_file import RecordFile
 from prefixcache.server.recorder import Recorder
 from prefixcache.server.reload import Reload
@@ -69,7 +69,8 @@ def run(config: ServeConfig, read_config: Callable[[], ServeConfig]) -> int:
     reload = Reload(config, read_config)
     reload.add(partial(_prepare_logs, access_log), "log_format", "log_level")
     manager = ServiceManager.from_environment(os.environ)
-    raise_limit(config.limits.max_connections)
+    addresses = config.network.addresses or (default_listen_address(os.environ),)
+    max_peers = raise_limit(len(addresses) * config.limits.max_connections, MAX_PEERS)
     with obeyed_signals() as signals, ExitStack() as resources:
         recorder = _make_recorder(config)
         if recorder is not None:
@@ -77,7 +78,7 @@ def run(config: ServeConfig, read_config: Callable[[], ServeConfig]) -> int:
         tracing = _make_tracing(config.tracing.otlp_endpoint, resources)
         daemon = make_daemon(config, recorder, tracing)
         resources.callback(daemon.close)
-        peers = resources.enter_context(closing(PeerSocket()))
+        peers = resources.enter_context(closing(PeerSocket(max_peers=max_peers)))
         gate = Gate(config.access, daemon.sequences, peers)
         reload.add(gate.prepare, "auth", "tls_cert", "tls_key", "tls_client_ca")
         server = RpcServer(
@@ -86,7 +87,6 @@ def run(config: ServeConfig, read_config: Callable[[], ServeConfig]) -> int:
             access=gate.access,
             observers=Observers(access_log, tracing),
         )
-        addresses = config.network.addresses or (default_listen_address(os.environ),)
         _offer_memory(daemon, PoolAccess[config.access.attach.upper()], gate, peers, addresses)
         bound = [_listen(server, gate, peers, address, resources) for address in addresses]
         observer = Observer(daemon, server.call_counts, lambda: server.is_serving)

@@ -40,8 +40,9 @@ from prefixcache.server.unix_socket import SOCKET_MODE
 _log = structlog.get_logger(__name__)
 
 MAX_PEERS = 4096
-MAX_PEERS_A_USER = 1024
 """A client has a connection for each kind of request that it makes."""
+_USERS = 4
+"""So many of them at least can be there at the same time, as one has that part of the peers."""
 MAX_UNCLOSED_A_USER = 64
 """Descriptors; while so many cannot be closed, no more processes of the user are let in."""
 FIRST_ANSWER_TIMEOUT_S = 5.0
@@ -148,10 +149,11 @@ class PeerSocket:
         self,
         *,
         max_peers: int = MAX_PEERS,
-        max_peers_a_user: int = MAX_PEERS_A_USER,
+        max_peers_a_user: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._max_peers, self._max_peers_a_user = max_peers, max_peers_a_user
+        self._max_peers = max_peers
+        self._max_peers_a_user = max_peers_a_user or -(-max_peers // _USERS)
         self._clock = clock
         self._handlers: dict[int, Handler] = {}
         self._open: dict[PeerConnection, None] = {}

@@ -201,7 +201,9 @@ def test_silent_peers_are_sent_away_and_hold_nobody_up(serve: Serve) -> None:
         assert good.ask(KIND, b"on").rest == b"on"
 
 
-@pytest.mark.parametrize("limits", [{"max_peers": 2}, {"max_peers_a_user": 2}])
+@pytest.mark.parametrize(
+    "limits", [{"max_peers": 2, "max_peers_a_user": 9}, {"max_peers_a_user": 2}, {"max_peers": 7}]
+)
 def test_no_more_peers_than_the_limit(serve: Serve, limits: dict[str, int]) -> None:
     served = serve(**limits)
     with served.connection() as one, served.connection() as two, served.raw() as three:
