@@ -32,7 +32,7 @@ import workload
 from daemon import start_daemon
 from prefixcache.attached import attach
 from prefixcache.client import Client, PoolStats, Sequence
-from prefixcache.integrations.transformers import CachedModel, Row, serve_flags
+from prefixcache.integrations.transformers import CachedModel, Row
 from prefixcache.types import CacheUse, ResultCode
 from smollm2 import SmolLM2
 
@@ -131,9 +131,8 @@ def daemon(smol: SmolLM2, arguments: argparse.Namespace) -> Iterator[str]:
         yield arguments.target
         return
     with tempfile.TemporaryDirectory(prefix="prefixcache-demo-") as name:
-        flags = serve_flags(smol.model)
         options = {
-            **dict(zip(flags[::2], flags[1::2], strict=True)),
+            **smollm2.serve_options(smol.model),
             "--num-blocks": str(arguments.num_blocks),
             "--threads": str(arguments.threads),
         }

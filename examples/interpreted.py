@@ -54,8 +54,7 @@ def ask(
     """The answer, greedily, and the logits of each of its tokens."""
     with tempfile.TemporaryDirectory(prefix="prefixcache-kernels-") as name:
         folder = Path(name)
-        smol.model.config.to_json_file(folder / "config.json")
-        options = {"--model-config": str(folder / "config.json"), "--num-blocks": "16"}
+        options = {**smollm2.serve_options(smol.model), "--num-blocks": "16"}
         # The daemon inherits it; this process has no kernels.
         os.environ["TRITON_INTERPRET"] = "1"
         with start_daemon(folder, options) as target, Client(target) as client:

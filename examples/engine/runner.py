@@ -23,14 +23,17 @@ from prefixcache.integrations.transformers import CachedModel, Row
 
 class TransformersRunner:
     """A `Runner`. attached: K/V are written and attended over here, in the daemon's pool mapped;
-    else the daemon does so, and tensors travel.
+    else the daemon does so, and tensors travel. revision: as `CachedModel` has it.
     """
 
-    def __init__(self, model: PreTrainedModel, client: Client, *, attached: bool) -> None:
+    def __init__(
+        self, model: PreTrainedModel, client: Client, *, attached: bool, revision: str | None = None
+    ) -> None:
         self._plain_model = model
         self._client = client
+        self._revision = revision
         self._view = attach(client) if attached else None
-        self._model = CachedModel(model, client, view=self._view)
+        self._model = self._cached_model()
 
     def forward(self, chunks: Sequence[Chunk]) -> torch.Tensor:
         if self._view is not None and not self._view.is_valid:
@@ -41,7 +44,12 @@ class TransformersRunner:
         """The view was of a session that is lost."""
         view.close()
         self._view = attach(self._client)
-        self._model = CachedModel(self._plain_model, self._client, view=self._view)
+        self._model = self._cached_model()
+
+    def _cached_model(self) -> CachedModel:
+        return CachedModel(
+            self._plain_model, self._client, view=self._view, revision=self._revision
+        )
 
     def close(self) -> None:
         if self._view is not None:

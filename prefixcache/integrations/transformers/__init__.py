@@ -1,7 +1,8 @@
 """Models of Hugging Face transformers on a daemon's blocks.
 
-Needs `pip install 'prefixcache[transformers]'`, and a daemon with the model's layout, which
-`prefixcache serve --model-config` or the flags of `serve_flags(model)` give.
+Needs `pip install 'prefixcache[transformers]'`, and a daemon for the model:
+
+    prefixcache serve $(python -m prefixcache.integrations.transformers FOLDER) --memory 4GiB
 
     from prefixcache import Client
     from prefixcache.integrations.transformers import CachedModel
@@ -15,7 +16,8 @@ pass, for engines that have a scheduler of their own.
 """
 
 from prefixcache.integrations.transformers.cached_model import CachedModel, Completion
-from prefixcache.integrations.transformers.fit import kv_layout, serve_flags, weights_revision
+from prefixcache.integrations.transformers.fit import kv_layout, serve_flags
+from prefixcache.integrations.transformers.identity import weights_revision
 from prefixcache.integrations.transformers.rows import Row
 from prefixcache.integrations.transformers.sampling import GREEDY, Sampling, own_stop_token_ids
 

@@ -6,16 +6,15 @@ that give it. What shows only while a model runs is checked by `attention`.
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-import torch
 from transformers import PreTrainedModel
 
 from prefixcache.client import ServerInfo
 from prefixcache.errors import FingerprintMismatchError, InvalidArgumentError, NoStorageError
+from prefixcache.integrations.transformers.identity import weights_revision
 from prefixcache.storage.layout import KVLayout
 from prefixcache.storage.model_config import LAYOUT_KEYS, layout_from_keys
 
@@ -24,8 +23,6 @@ if TYPE_CHECKING:
 
 _LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 _GROWING_ROPE = frozenset({"dynamic", "longrope"})
-_REVISION_PREFIX = "weights-"
-_SAMPLES_PER_TENSOR = 4096
 
 
 def check_model(model: PreTrainedModel) -> None:
@@ -34,10 +31,11 @@ def check_model(model: PreTrainedModel) -> None:
         raise InvalidArgumentError("model", f"{type(model).__name__}: {problem}")
 
 
-def check_daemon(model: PreTrainedModel, info: ServerInfo) -> None:
-    """Whether the daemon holds K/V of this model's shape and, if it says, of its weights.
+def check_daemon(model: PreTrainedModel, info: ServerInfo, revision: str | None) -> None:
+    """Whether the daemon holds K/V of this model's shape, and of its weights.
 
-    Raises NoStorageError, or InvalidArgumentError with the flags that would fit.
+    revision: what the daemon's is to be; None for the `weights_revision` of the model. Raises
+    NoStorageError, or InvalidArgumentError with the flags that would fit.
     """
     if info.layout is None:
         raise NoStorageError
@@ -49,12 +47,13 @@ def check_daemon(model: PreTrainedModel, info: ServerInfo) -> None:
             f"needs the layout {layout}, the daemon has {actual}; "
             f"`prefixcache serve {' '.join(serve_flags(model))}` fits",
         )
-    revision = info.model_revision
-    if revision.startswith(_REVISION_PREFIX) and revision != weights_revision(model):
+    wanted = weights_revision(model) if revision is None else revision
+    if info.model_revision != wanted:
         raise InvalidArgumentError(
             "model",
-            f"has other weights ({weights_revision(model)}) than the one whose blocks the daemon "
-            f"holds ({revision})",
+            f"has weights of the revision {wanted!r}, the daemon's blocks are of "
+            f"{info.model_revision!r}; `prefixcache serve {' '.join(serve_flags(model))}` fits, or "
+            f"say revision={info.model_revision!r} if that is what its operator calls them",
         )
 
 
@@ -99,29 +98,13 @@ def serve_flags(model: PreTrainedModel) -> tuple[str, ...]:
     return tuple(str(word) for flag in flags.items() for word in flag)
 
 
-@torch.inference_mode()
-def weights_revision(model: PreTrainedModel) -> str:
-    """A name for the weights: a digest of evenly spaced elements of each parameter.
-
-    Equal for equal weights in every process. Weights that differ only between the elements looked
-    at have the same.
-    """
-    digest = hashlib.sha256()
-    for name, parameter in model.named_parameters():
-        flat = parameter.detach().reshape(-1)
-        sample = flat[:: max(1, flat.numel() // _SAMPLES_PER_TENSOR)].cpu().contiguous()
-        digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}\n".encode())
-        digest.update(sample.view(torch.uint8).numpy().tobytes())
-    return _REVISION_PREFIX + digest.hexdigest()[:32]
-
-
 def _shape(layout: KVLayout) -> tuple[int, int, int, str]:
     return layout.num_layers, layout.num_kv_heads, layout.head_dim, layout.dtype
 
 
 def _problems(model: PreTrainedModel) -> Iterator[str]:
     if not isinstance(model, PreTrainedModel):
-        yield "no model of transformers"
+        yield "no model of transformers; of PEFT's it is `get_base_model()`"
         return
     config = model.config.get_text_config()
     if model.config.is_encoder_decoder:

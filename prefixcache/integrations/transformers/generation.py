@@ -27,7 +27,7 @@ from prefixcache.client.channel import DEFAULT_TIMEOUT_S
 from prefixcache.errors import NoRoomError, PrefixCacheError, QuotaExceededError
 from prefixcache.integrations.transformers.rows import Row, check_rows, commit_all, uncommitted
 from prefixcache.integrations.transformers.sampling import Sampling
-from prefixcache.types import AppendResult, ResultCode
+from prefixcache.types import AppendResult, ExtraKeys, ResultCode
 
 FinishReason = Literal["stop", "length"]
 
@@ -69,6 +69,7 @@ class _Request:
     token_ids: list[int]
     """The prompt and what was generated."""
     outputs: list[Output]
+    extra_keys: ExtraKeys
     sequence: Sequence | None = None
     was_preempted: bool = False
 
@@ -108,8 +109,8 @@ class Generation:
         self._refused_since: float | None = None
         self._pending_since: float | None = None
 
-    def add(self, prompt: Items[int], outputs: list[Output]) -> None:
-        self._waiting.append(_Request(list(prompt), outputs))
+    def add(self, prompt: Items[int], outputs: list[Output], extra_keys: ExtraKeys) -> None:
+        self._waiting.append(_Request(list(prompt), outputs, extra_keys))
 
     def run(self) -> Iterator[tuple[int, int]]:
         """Index of the output and token id, as they come."""
@@ -155,6 +156,7 @@ class Generation:
         wait_s = 0.0 if self._running else _WAIT_PENDING_S
         request.sequence = self._client.sequence(
             request.token_ids,
+            extra_keys=request.extra_keys,
             resumed=request.was_preempted,
             wait_pending_s=wait_s,
             timeout_s=wait_s + DEFAULT_TIMEOUT_S,
@@ -167,7 +169,8 @@ class Generation:
 
     def _is_pending(self, request: _Request) -> bool:
         """Whether another sequence, here or elsewhere, is computing what this one needs next."""
-        if not self._client.lookup(request.token_ids).num_pending_tokens:
+        found = self._client.lookup(request.token_ids, extra_keys=request.extra_keys)
+        if not found.num_pending_tokens:
             return False
         now = monotonic()
         self._pending_since = self._pending_since or now
@@ -237,7 +240,9 @@ class Generation:
             batch = others[start : start + self._max_fork_children]
             for output, sequence in zip(batch, request.running.fork(len(batch)), strict=True):
                 self._alive.add(sequence)
-                children.append(_Request(request.token_ids[:], [output], sequence))
+                children.append(
+                    _Request(request.token_ids[:], [output], request.extra_keys, sequence)
+                )
         self._running += children
         return children
 

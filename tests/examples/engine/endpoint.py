@@ -21,7 +21,11 @@ from examples.engine.openai_form import ServedModel
 from examples.engine.runner import TransformersRunner, TransformersTokenizer, load
 from examples.engine.scheduler import Limits, Scheduler
 from prefixcache.client import Client
-from prefixcache.integrations.transformers import kv_layout, own_stop_token_ids
+from prefixcache.integrations.transformers import (
+    kv_layout,
+    own_stop_token_ids,
+    weights_revision,
+)
 from prefixcache.server.daemon import CacheOptions, ModelOptions
 from prefixcache.types import PoolAccess
 from tests.support.daemon import RunningDaemon, running_daemon
@@ -85,9 +89,10 @@ class Endpoint:
 
 @contextmanager
 def daemon_for(folder: Path, num_blocks: int = 200) -> Iterator[RunningDaemon]:
-    layout = kv_layout(load(str(folder))[0], BLOCK_SIZE)
+    model, _ = load(str(folder))
+    model_options = ModelOptions(kv_layout(model, BLOCK_SIZE), revision=weights_revision(model))
     cache = CacheOptions(num_blocks, BLOCK_SIZE)
-    with running_daemon(cache, ModelOptions(layout), attach=PoolAccess.WRITE) as running:
+    with running_daemon(cache, model_options, attach=PoolAccess.WRITE) as running:
         yield running
 
 

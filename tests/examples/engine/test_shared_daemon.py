@@ -6,7 +6,6 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,6 +14,7 @@ from examples.engine.request import Caller, Delta, Question, Request
 from examples.engine.runner import TransformersRunner, TransformersTokenizer, load
 from examples.engine.scheduler import Limits, Scheduler
 from prefixcache.client import Client
+from prefixcache.integrations.transformers import serve_flags
 from tests.examples.engine import tiny_model
 from tests.examples.engine.endpoint import BLOCK_SIZE, daemon_for
 from tests.examples.engine.held_engine import held_after
@@ -139,11 +139,11 @@ def test_answers_are_right_on_a_pool_that_is_too_small(folder: Path, attached: b
 def test_a_restart_of_the_daemon_changes_no_answer(
     folder: Path, tmp_path: Path, attached: bool
 ) -> None:
-    options: list[Any] = ["--model-config", folder / "config.json", "--dtype", "float32"]
+    options = [*serve_flags(load(str(folder))[0])]
     options += ["--num-blocks", "100", "--block-size", str(BLOCK_SIZE)]
     limits = Limits(max_tokens_per_step=8, max_running=4)
     with ExitStack() as stack:
-        with serving(tmp_path, *map(str, options)) as daemon:
+        with serving(tmp_path, *options) as daemon:
             target = daemon.addresses[0]
             engine = stack.enter_context(running_engine(folder, target, attached, limits))
             is_killed = threading.Event()
@@ -153,7 +153,7 @@ def test_a_restart_of_the_daemon_changes_no_answer(
         is_killed.set()
         assert not any(asked.is_done.is_set() for asked in first)
         second = Asked(engine, prompts(2, 1)[1])
-        with serving(tmp_path, *map(str, options)):
+        with serving(tmp_path, *options):
             for asked in [*first, second]:
                 asked.check()
             assert engine.counters.restarts > 0

@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from prefixcache import Client
-from prefixcache.integrations.transformers import CachedModel, kv_layout
+from prefixcache.integrations.transformers import CachedModel, kv_layout, weights_revision
 from prefixcache.server.daemon import CacheOptions, ModelOptions
 from prefixcache.types import PoolAccess
 from tests.support.daemon import RunningDaemon, running_daemon
@@ -111,8 +111,11 @@ def _fill_empty(model: PreTrainedModel) -> None:
 
 @contextmanager
 def daemon_for(
-    model: PreTrainedModel, num_blocks: int = 128, revision: str = ""
+    model: PreTrainedModel, num_blocks: int = 128, revision: str | None = None
 ) -> Iterator[RunningDaemon]:
+    """revision: None for that of the model's weights."""
+    if revision is None:
+        revision = weights_revision(model)
     layout = kv_layout(model, BLOCK_SIZE)
     cache = CacheOptions(num_blocks=num_blocks, block_size=BLOCK_SIZE)
     model_options = ModelOptions(layout, revision=revision)

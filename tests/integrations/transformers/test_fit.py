@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,6 +32,7 @@ from prefixcache.integrations.transformers import (
     serve_flags,
     weights_revision,
 )
+from prefixcache.integrations.transformers.__main__ import main as print_flags
 from prefixcache.server.daemon import CacheOptions
 from prefixcache.storage.layout import KVLayout
 from tests.integrations.transformers.models import (
@@ -105,7 +108,7 @@ def test_a_model_that_cannot_be_computed_exactly_is_refused_by_its_kind(
     model = UNFIT[kind]()
     before = model.config._attn_implementation
     with pytest.raises(InvalidArgumentError, match=kind):
-        CachedModel(model, client)
+        CachedModel(model, client, revision=client.server_info().model_revision)
     assert model.config._attn_implementation == before
 
 
@@ -144,6 +147,21 @@ def test_the_flags_name_layout_and_weights() -> None:
     }
 
 
+def test_the_flags_are_printed_for_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tiny_model("llama")
+    model.save_pretrained(tmp_path / "own name")
+    command = ["prefixcache.integrations.transformers", str(tmp_path / "own name")]
+    monkeypatch.setattr("sys.argv", command)
+    print_flags()
+    words = shlex.split(capsys.readouterr().out)
+    flags = dict(zip(words[::2], words[1::2], strict=True))
+    assert flags["--model-name"] == "own name"
+    assert flags["--dtype"] == "float32"
+    assert flags["--model-revision"] == weights_revision(model)
+
+
 def test_a_daemon_without_kv_memory() -> None:
     cache = CacheOptions(num_blocks=4)
     with running_daemon(cache) as running, Client(running.target) as client:
@@ -152,15 +170,12 @@ def test_a_daemon_without_kv_memory() -> None:
             CachedModel(model, client)
 
 
-def test_other_weights_than_those_that_the_daemon_names() -> None:
-    model = tiny_model("llama")
-    with (
-        daemon_for(model, revision=weights_revision(model)) as running,
-        Client(running.target) as client,
-    ):
-        CachedModel(tiny_model("llama"), client)
-        with pytest.raises(InvalidArgumentError, match="weights"):
-            CachedModel(tiny_model("llama", seed=1), client)
+def test_other_weights_than_those_that_the_daemon_names(client: Client) -> None:
+    CachedModel(tiny_model("llama"), client)
+    other = tiny_model("llama", seed=1)
+    with pytest.raises(InvalidArgumentError, match="has weights of the revision") as refused:
+        CachedModel(other, client)
+    assert " ".join(serve_flags(other)) in str(refused.value)
 
 
 def test_a_view_that_does_not_fit(client: Client) -> None:
@@ -176,22 +191,17 @@ def test_a_view_that_does_not_fit(client: Client) -> None:
         Client(running.target) as other,
     ):
         with pytest.raises(InvalidArgumentError, match="the model is on meta"):
-            CachedModel(elsewhere, client, view=view)
+            CachedModel(elsewhere, client, view=view, revision=weights_revision(model))
         with pytest.raises(FingerprintMismatchError):
-            CachedModel(model, other, view=view)
+            CachedModel(model, other, view=view, revision="2")
     assert model.config._attn_implementation == "eager"
 
 
-def test_a_revision_of_the_operators_own_choice_says_nothing_of_weights() -> None:
+@pytest.mark.parametrize("own", ["v2", ""])
+def test_a_revision_of_the_operators_own_choice_is_the_callers_to_say(own: str) -> None:
     model = tiny_model("llama")
-    with daemon_for(model, revision="v2") as running, Client(running.target) as client:
-        CachedModel(model, client)
-
-
-def test_one_changed_parameter_changes_the_revision() -> None:
-    model = tiny_model("llama")
-    before = weights_revision(model)
-    assert weights_revision(tiny_model("llama")) == before
-    with torch.no_grad():
-        model.model.layers[2].mlp.up_proj.weight += 1e-3
-    assert weights_revision(model) != before
+    with daemon_for(model, revision=own) as running, Client(running.target) as client:
+        for said in (None, "v1"):
+            with pytest.raises(InvalidArgumentError, match=f"the daemon's blocks are of '{own}'"):
+                CachedModel(model, client, revision=said)
+        CachedModel(model, client, revision=own)
