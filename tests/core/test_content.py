@@ -26,7 +26,7 @@ def test_only_the_equal_salt_hits() -> None:
 
 def test_a_guess_of_what_another_salt_has_cached_takes_no_longer_than_any_other_prompt() -> None:
     """Neither the answer nor the time of a Lookup tells that somebody has that prompt."""
-    manager, num_tokens = Manager(512), 2000
+    manager, num_tokens = Manager(2048), 8000
     manager.fill(T(num_tokens), ExtraKeys(cache_salt="a"))
 
     def prepared(tokens: list[int], salt: str) -> Prompt:
@@ -49,8 +49,8 @@ def test_a_guess_of_what_another_salt_has_cached_takes_no_longer_than_any_other_
     assert found["its owner"].num_cached_tokens == num_tokens - 1
     # The fastest of many is what no other work on the machine has touched.
     guess, other, owner = (min(times[name]) for name in prompts)
-    assert 2 / 3 < guess / other < 3 / 2
-    assert owner > 3 / 2 * guess, "these times would tell"
+    assert 4 / 5 < guess / other < 5 / 4
+    assert owner > 4 / 3 * guess, "these times would tell"
 
 
 def test_a_lora_and_a_salt_of_the_same_spelling_do_not_meet() -> None:
