@@ -26,7 +26,7 @@ import torch
 from prefixcache import Client, Credentials
 from prefixcache.client.channel import channel_options
 from tests.chaos.kv import kv_store
-from tests.chaos.link import Link
+from tests.chaos.link import LONG_S, Link
 from tests.chaos.tally import ClientTally, Tally
 from tests.chaos.tenants import TENANTS, Tenant
 from tests.chaos.walk import Walk
@@ -136,7 +136,6 @@ def connected(
     faults: tuple[type[Any], ...] = (),
     cut_rate: float = 0.0,
     session_ttl_s: float | None = 60.0,
-    timeout_s: float = 10.0,
 ) -> Iterator[Connected]:
     """A client and its walk. The session is the caller's to close."""
     rng = random.Random(seed)
@@ -146,7 +145,7 @@ def connected(
         link = Link(channel, tally, random.Random(seed + 1), cut_rate)
         client = Client(
             channel=link,
-            timeout_s=timeout_s,
+            timeout_s=LONG_S,
             session_ttl_s=session_ttl_s,
             client_name=f"client {row}",
             credentials=tenant.credentials if tenant else Credentials(),

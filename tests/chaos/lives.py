@@ -6,6 +6,7 @@ Each returns its problems, in words.
 from __future__ import annotations
 
 import time
+from collections.abc import Collection
 from itertools import count
 
 from prefixcache.errors import UnavailableError
@@ -15,8 +16,10 @@ from tests.chaos.walk import walk_until
 
 _AT_ONCE = ("GetServerInfo", "OpenSession", "KeepAlive")
 """Calls that a client makes before all others."""
-_PATIENCE_S = 10.0
+_PATIENCE_S = 60.0
 """The pool may be full of what others hold."""
+CUT_PATIENCE_S = 30.0
+"""Beyond the time given, for the first call of each RPC to be cut."""
 _TURN_S = 0.6
 
 
@@ -59,24 +62,33 @@ def killed(world: World, row: int, seed: int, kill: Kill, ttl_s: float) -> list[
 
 def through_restarts(world: World, row: int, seed: int, until_s: float) -> list[str]:
     """Random calls while the daemon comes and goes. until_s: of the monotonic clock."""
-    with connected(world, row, seed, faults=(UnavailableError,), timeout_s=5.0) as it:
+    with connected(world, row, seed, faults=(UnavailableError,)) as it:
         walk_until(it.walk, until_s)
         it.walk.free_all()
         it.client.close()
         return it.walk.problems
 
 
-def cut(world: World, row: int, seed: int, seconds: float, ttl_s: float | None) -> list[str]:
+def cut(
+    world: World, row: int, seed: int, seconds: float, rpcs: Collection[str], ttl_s: float | None
+) -> list[str]:
     """Clients one after the other, most of whose calls are cut short; of the last one not the end,
-    which must succeed."""
+    which must succeed. They go on until a call of each of `rpcs` was cut, whoever made it."""
     until_s = time.monotonic() + seconds
+    tally = world.tally()
+
+    def is_over() -> bool:
+        left_s = until_s - time.monotonic()
+        by_rpc = tally.by_rpc("cut")
+        return left_s <= 0 and (left_s <= -CUT_PATIENCE_S or all(by_rpc[rpc] for rpc in rpcs))
+
     problems: list[str] = []
     for turn in count(seed):
         with connected(
             world, row, turn, faults=(UnavailableError,), cut_rate=0.6, session_ttl_s=ttl_s
         ) as it:
-            walk_until(it.walk, min(until_s, time.monotonic() + _TURN_S))
-            is_last = time.monotonic() >= until_s
+            walk_until(it.walk, time.monotonic() + _TURN_S)
+            is_last = is_over()
             if is_last or ttl_s is None:
                 it.link.cut_rate = 0.0
                 it.walk.free_all()

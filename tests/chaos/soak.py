@@ -13,15 +13,17 @@ from tests.chaos import lives
 from tests.chaos.clients import ClientProcess, World, start_client
 from tests.chaos.daemon_process import CHECKED_DAEMON, DaemonProcess, Usage
 from tests.chaos.flatness import judge
-from tests.chaos.load import check_daemon, collect, served
+from tests.chaos.load import FREE_S, check_daemon, collect, served
 from tests.chaos.report import Figures
 from tests.chaos.witnesses import Witnesses
+from tests.support.waiting import until
 
 CLIENTS = 8
 _LIFE_S = (1.0, 5.0)
 _KILLED_PART = 0.25
 _MAX_CLIENTS_A_SECOND = 16
 _LOOK_S = 0.1
+_START_S = 120.0
 _FEW_REQUESTS = 200
 """Which a slow machine may make without evicting a block."""
 _SCRAPE_RATE = 0.2
@@ -44,7 +46,9 @@ def soak(
     *,
     has_tenants: bool = False,
     program: str = CHECKED_DAEMON,
+    free_s: float = FREE_S,
 ) -> Figures:
+    """free_s: for what clients held to be free in the end."""
     num_rows = int(seconds * _MAX_CLIENTS_A_SECOND) + CLIENTS
     witnesses = Witnesses(folder / f"{storage}.record")
     with served(
@@ -56,7 +60,7 @@ def soak(
         has_tenants=has_tenants,
         program=program,
     ) as it:
-        return _soak(it.world, it.daemon, witnesses, rng, seconds)
+        return _soak(it.world, it.daemon, witnesses, rng, seconds, free_s)
 
 
 def _soak(
@@ -65,14 +69,15 @@ def _soak(
     witnesses: Witnesses,
     rng: random.Random,
     seconds: float,
+    free_s: float,
 ) -> Figures:
     name = f"storage {world.storage}"
     figures = Figures("soak", clients=CLIENTS)
     before = daemon.usage()
     begin_s = time.monotonic()
-    samples = _Churn(figures, world, daemon, rng, witnesses).run(begin_s + seconds)
+    samples = _Churn(figures, world, daemon, rng, witnesses).run(seconds)
     figures.seconds = time.monotonic() - begin_s
-    check_daemon(figures, daemon)
+    check_daemon(figures, daemon, free_s)
     judge(figures, name, [before, *samples, daemon.usage()])
     stats = daemon.stats()
     figures.notes.append(
@@ -110,11 +115,15 @@ class _Churn:
         self._doomed: dict[int, float] = {}
         """When rows are to be killed."""
 
-    def run(self, until_s: float) -> list[Usage]:
+    def run(self, seconds: float) -> list[Usage]:
+        """So long once clients are at work: the first ones take their time to start."""
         samples: list[Usage] = []
+        until_s = time.monotonic() + seconds
+        self._fill_up(until_s)
+        until(lambda: self._world.tally().marks("steps"), _START_S)
+        until_s = time.monotonic() + seconds
         while time.monotonic() < until_s:
-            while len(self._running) < CLIENTS:
-                self._start(until_s)
+            self._fill_up(until_s)
             time.sleep(_LOOK_S)
             if self._rng.random() < _STOP_RATE:
                 self._stop_for_a_while(until_s)
@@ -127,6 +136,10 @@ class _Churn:
         self._kill_doomed(math.inf)
         collect(self._figures, self._world, [*self._ended, *self._running], _LIFE_S[1])
         return samples
+
+    def _fill_up(self, until_s: float) -> None:
+        while len(self._running) < CLIENTS:
+            self._start(until_s)
 
     def _start(self, until_s: float) -> None:
         now_s, row, seed = time.monotonic(), next(self._rows), self._rng.randrange(2**32)

@@ -29,7 +29,7 @@ def test_a_soak_finds_a_defect_of_the_daemon(
 ) -> None:
     monkeypatch.setenv(VARIABLE, defect)
     program = "tests.chaos.broken_daemon"
-    figures = soak.soak(tmp_path, "none", random.Random(SEED), 2.0, program=program)
+    figures = soak.soak(tmp_path, "none", random.Random(SEED), 2.0, program=program, free_s=2.0)
     assert not figures.is_clean
     if defect == "wrong_hits":
         assert figures.wrong > 0
@@ -43,7 +43,7 @@ def test_writers_find_blocks_that_are_given_away_too_early(
 ) -> None:
     monkeypatch.setenv(VARIABLE, no_quarantine.__name__)
     program, rng = "tests.chaos.broken_daemon", random.Random(SEED)
-    figures = writers.run(tmp_path, rng, 15, stall_every=1, program=program)
+    figures = writers.run(tmp_path, rng, 15, stall_every=1, program=program, quarantine_s=2.0)
     assert figures.wrong > 0
 
 

@@ -35,7 +35,8 @@ STALL_EVERY = 3
 _WRITES_S = (0.02, 0.4)
 """From a writer's first step to its fault."""
 _GOES_ON_S = 0.25
-_START_S = 40.0
+_START_S = 120.0
+_QUARANTINE_S = 20.0
 _LOOK_S = 0.005
 
 
@@ -62,6 +63,7 @@ class _Run:
     figures: Figures
     rng: random.Random
     stall_every: int
+    quarantine_s: float
     digests: dict[str, int] = field(default_factory=dict)
     most_quarantined: int = 0
 
@@ -72,12 +74,17 @@ def run(
     num_kills: int,
     stall_every: int = STALL_EVERY,
     program: str = CHECKED_DAEMON,
+    quarantine_s: float = _QUARANTINE_S,
 ) -> Figures:
-    """Without access control, under which only those attach who are granted it."""
+    """Without access control, under which only those attach who are granted it.
+
+    quarantine_s: for the first stopped writer's blocks to come into quarantine, once its session
+    should be over.
+    """
     figures = Figures("writers", clients=CLIENTS)
     begin_s = time.monotonic()
     with served(folder, "cpu", rng, num_kills, program=program) as it:
-        one = _Run(it.world, it.daemon, figures, rng, stall_every)
+        one = _Run(it.world, it.daemon, figures, rng, stall_every, quarantine_s)
         _fault_all(one, num_kills)
         count_calls(figures, it.world)
         figures.calls = it.world.tally().marks(
@@ -155,6 +162,9 @@ def _stop_or_go_on(one: _Run, victim: _Victim, now_s: float) -> None:
         return
     quarantined = one.daemon.stats().quarantined
     one.most_quarantined = max(one.most_quarantined, quarantined)
+    assert victim.due_s is not None
+    if not one.most_quarantined and now_s < victim.due_s + one.quarantine_s:
+        return
     _look(one)
     _signal(victim, signal.SIGCONT)
     victim.has_gone_on, victim.due_s = True, time.monotonic() + _GOES_ON_S
