@@ -163,8 +163,11 @@ class _Churn:
         pids = [client.process.pid for client in self._running]
         pid = self._rng.choice([self._daemon.pid, self._rng.choice(pids)])
         seconds = min(self._rng.uniform(*_STOP_S), max(0.0, until_s - time.monotonic()))
-        os.kill(pid, signal.SIGSTOP)
-        time.sleep(seconds)
-        os.kill(pid, signal.SIGCONT)
+        try:
+            os.kill(pid, signal.SIGSTOP)
+            time.sleep(seconds)
+            os.kill(pid, signal.SIGCONT)
+        except ProcessLookupError:  # its time was over just then
+            return
         who = "the daemon" if pid == self._daemon.pid else "a client"
         self._figures.faults[f"stops of {who}"] += 1
