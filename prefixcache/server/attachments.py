@@ -61,8 +61,6 @@ class Attachments:
         self._limit = limit
         self._last_number = 0
         self._attached: dict[PeerConnection, _Attachment] = {}
-        self._used: set[PeerConnection] = set()
-        """Those that have, or had, an attachment: a connection never has another one."""
 
     def serve(self, peers: PeerSocket) -> None:
         """Have requests answered there."""
@@ -88,7 +86,7 @@ class Attachments:
             message = attach_pb2.AttachRequest.FromString(request.rest)
         except DecodeError:
             raise PeerRefusedError("what asks for memory is not an AttachRequest") from None
-        if connection in self._used:
+        if PeerMessage.ATTACH in connection.had:
             raise PeerRefusedError("this connection has, or had, an attachment")
         try:
             return self._attach(connection, message)
@@ -140,8 +138,7 @@ class Attachments:
                 connection.on_end(end)
             session.on_end[number] = flag.clear
         self._attached[connection] = _Attachment(number, access, session, flag)
-        self._used.add(connection)
-        connection.on_end(partial(self._used.remove, connection))
+        connection.had.add(PeerMessage.ATTACH)
         connection.on_end(flag.close_fd)
 
     def _end(self, connection: PeerConnection) -> None:

@@ -7,6 +7,8 @@ bytes, big-endian. A connection has one arena, which ends with it.
 
 from __future__ import annotations
 
+from functools import partial
+
 from prefixcache.errors import PrefixCacheError
 from prefixcache.rpc.peer_protocol import ARENA_ID, PeerMessage
 from prefixcache.server.access import Access
@@ -26,7 +28,6 @@ class ArenaRequests:
 
     def __init__(self, arenas: Arenas, access: Access) -> None:
         self._arenas, self._access = arenas, access
-        self._with_arena: set[PeerConnection] = set()
 
     def serve(self, peers: PeerSocket) -> None:
         """Have requests answered there, if the daemon takes arenas."""
@@ -37,7 +38,7 @@ class ArenaRequests:
         """The handler of ARENA."""
         if len(request.descriptors) != 1:
             raise PeerRefusedError("an arena is one descriptor")
-        if connection in self._with_arena:
+        if PeerMessage.ARENA in connection.had:
             raise PeerRefusedError("this connection has an arena")
         try:
             token = request.rest.decode(errors="replace")
@@ -46,10 +47,6 @@ class ArenaRequests:
             arena_id = self._arenas.add(request.descriptors[0], caller.tenant)
         except PrefixCacheError as error:
             raise PeerRefusedError(str(error)) from None
-        self._with_arena.add(connection)
-        connection.on_end(lambda: self._forget(connection, arena_id))
+        connection.had.add(PeerMessage.ARENA)
+        connection.on_end(partial(self._arenas.remove, arena_id))
         return PeerAnswer(ARENA_ID.pack(arena_id))
-
-    def _forget(self, connection: PeerConnection, arena_id: int) -> None:
-        self._with_arena.remove(connection)
-        self._arenas.remove(arena_id)

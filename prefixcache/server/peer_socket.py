@@ -88,6 +88,8 @@ class PeerConnection:
         self.received = bytearray()
         self.descriptors: list[int] = []
         self.was_answered = False
+        self.had: set[PeerMessage] = set()
+        """What is to be had once in a connection's life, and was: its handlers say so."""
         self.pidfd: int | None = None
         self.ends: list[Callback] = []
         self.process_ends: list[Callback] = []

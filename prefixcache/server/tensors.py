@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 import grpc
@@ -68,8 +69,12 @@ class CallTensors:
         span.num_bytes = request.out.num_bytes
         return message
 
+    @cached_property
+    def _is_repeat(self) -> bool:
+        return any(key == _REPEAT for key, _ in self._context.invocation_metadata())
+
     def _memory(self, span: Any, field: str, itemsize: int) -> npt.NDArray[np.uint8]:
-        if any(key == _REPEAT for key, _ in self._context.invocation_metadata()):
+        if self._is_repeat:
             raise ArenaLostError("gRPC repeats the call, and the first may be at work there")
         if span.offset % itemsize:
             problem = f"is {span.offset}, must be a multiple of {itemsize}"
