@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from prefixcache.cli import main
 from tests.replay.cuts import FOLDER
+from tests.support.command_line import call
 
 TINY_CORE = ("core", "--quick", "--rounds", "2", "--tokens", "100,33", "--blocks", "3000")
 EDGE = str(FOLDER / "edge_4.jsonl")
@@ -17,12 +17,9 @@ EDGE_SIZES = ("--trace-block", "4", "--block-size", "4")
 
 def run_bench(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     """Standard output of a run that ends well."""
-    with pytest.raises(SystemExit) as ended:
-        main(["bench", *arguments])
-    output = capsys.readouterr()
-    assert ended.value.code in (0, None), output.err
-    assert output.err == ""
-    return output.out
+    outcome = call(capsys, "bench", *arguments)
+    assert (outcome.exit_code, outcome.stderr) == (0, "")
+    return outcome.stdout
 
 
 def report_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:

@@ -16,11 +16,11 @@ from prefixcache.bench.calls import BATCH, Connection, make_kinds, message_sizes
 from prefixcache.bench.children import daemon_process, echo_process, load_process
 from prefixcache.bench.echo import echo_stub
 from prefixcache.bench.split import PARTS, SUM
-from prefixcache.cli import main
 from prefixcache.client.channel import resolve_address
 from prefixcache.errors import UnavailableError
 from prefixcache.server.daemon import CacheOptions
 from tests.bench.run_bench import rows_named
+from tests.support.command_line import output_of
 from tests.support.daemon import RunningDaemon, running_daemon
 
 CALLS = ("Lookup", "Allocate", "Append, 1 row", f"Append, {BATCH} rows", "Free")
@@ -108,10 +108,9 @@ def test_a_short_lookup_is_measured_alone_and_beside_long_calls_that_ran(
 def test_a_target_that_cannot_be_reached_exits_with_1(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["bench", "rpc", "--quick", "--target", f"unix:{tmp_path}/no.sock"])
-    assert ended.value.code == 1
-    assert capsys.readouterr().err.count("\n") == 1
+    target = f"unix:{tmp_path}/no.sock"
+    message = output_of(capsys, "bench", "rpc", "--quick", "--target", target, code=1)
+    assert message.count("\n") == 1
 
 
 def test_the_echo_returns_as_many_bytes_as_its_method_says() -> None:

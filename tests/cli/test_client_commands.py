@@ -14,7 +14,6 @@ from typing import Any, Self
 import pytest
 import typer
 
-from prefixcache.cli import main
 from prefixcache.cli.prompt_options import parse_tokens
 from prefixcache.cli.stats import follow
 from prefixcache.client import Credentials, ServerInfo, TlsCredentials
@@ -24,6 +23,7 @@ from prefixcache.server.auth_file import parse_auth_rules, token_hash
 from prefixcache.server.callers import Caller
 from prefixcache.storage.layout import KVLayout, LatentLayout, Quantization
 from prefixcache.types import ExtraKeys, FullHit, LookupResult, Lora, PoolAccess
+from tests.support.command_line import output_of
 
 INFO = ServerInfo(
     api_version="v1",
@@ -126,14 +126,6 @@ def fake_client(monkeypatch: pytest.MonkeyPatch) -> type[FakeClient]:
     return FakeClient
 
 
-def run(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> str:
-    with pytest.raises(SystemExit) as ended:
-        main(list(arguments))
-    assert (ended.value.code or 0) == code
-    captured = capsys.readouterr()
-    return captured.err if code else captured.out
-
-
 def rows_of(text: str) -> dict[str, str]:
     """Rows `name  value`, by name."""
     return {name.strip(): value for line in text.splitlines() for name, _, value in [split(line)]}
@@ -149,12 +141,12 @@ def test_target_is_the_flag_then_the_environment_then_the_default_socket(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    run(capsys, "info", "--target", "localhost:7", "--timeout", "2.5")
-    run(capsys, "info")
+    output_of(capsys, "info", "--target", "localhost:7", "--timeout", "2.5")
+    output_of(capsys, "info")
     monkeypatch.delenv("PREFIXCACHE_TARGET")
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     (tmp_path / "prefixcache.sock").touch()
-    run(capsys, "info")
+    output_of(capsys, "info")
     assert FakeClient.made == [
         ("localhost:7", 2.5),
         ("unix:/run/test.sock", 10.0),
@@ -179,11 +171,11 @@ def test_a_silent_daemon_is_named_in_one_line(
     error: Exception, line: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     FakeClient.error = error
-    assert run(capsys, "info", code=1) == f"prefixcache: {line}\n"
+    assert output_of(capsys, "info", code=1) == f"prefixcache: {line}\n"
 
 
 def test_info_as_json_has_every_field(capsys: pytest.CaptureFixture[str]) -> None:
-    printed = json.loads(run(capsys, "info", "--json"))
+    printed = json.loads(output_of(capsys, "info", "--json"))
     assert printed.keys() == {field.name for field in dataclasses.fields(ServerInfo)}
     assert printed["boot_id"] == "000102030405060708090a0b0c0d0e0f"
     assert printed["layout"] == {
@@ -199,7 +191,7 @@ def test_info_as_json_has_every_field(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_info_for_people_has_units_and_the_layout(capsys: pytest.CaptureFixture[str]) -> None:
-    rows = rows_of(run(capsys, "info"))
+    rows = rows_of(output_of(capsys, "info"))
     assert rows["version"] == "1.2.3"
     assert rows["num blocks"] == "12,345"
     assert rows["layout dtype"] == "bfloat16"
@@ -213,7 +205,7 @@ def test_info_for_people_has_units_and_the_layout(capsys: pytest.CaptureFixture[
 def test_info_shows_the_kind_of_kv(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rows = rows_of(run(capsys, "info"))
+    rows = rows_of(output_of(capsys, "info"))
     assert (rows["layout kind"], rows["layout quantization"]) == ("kv", "-")
     quantised = dataclasses.replace(INFO.layout, quantization=Quantization("int8", "tensor"))
     for layout, expected in (
@@ -224,13 +216,13 @@ def test_info_shows_the_kind_of_kv(
         ),
     ):
         monkeypatch.setattr(FakeClient, "info", dataclasses.replace(INFO, layout=layout))
-        assert expected.items() <= rows_of(run(capsys, "info")).items()
+        assert expected.items() <= rows_of(output_of(capsys, "info")).items()
 
 
 def test_stats_as_json_has_every_counter_and_the_ratios(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    printed = json.loads(run(capsys, "stats", "--json"))
+    printed = json.loads(output_of(capsys, "stats", "--json"))
     counters = {field.name for field in dataclasses.fields(PoolStats)}
     assert printed.keys() == counters | {"hit_rate", "pool_usage"}
     assert printed["hit_rate"] == 0.75
@@ -238,7 +230,7 @@ def test_stats_as_json_has_every_counter_and_the_ratios(
 
 
 def test_stats_for_people_have_the_hit_rate_and_a_bar(capsys: pytest.CaptureFixture[str]) -> None:
-    rows = rows_of(run(capsys, "stats"))
+    rows = rows_of(output_of(capsys, "stats"))
     assert rows["hit rate"] == "75.0% (1,500 of 2,000 prompt tokens)"
     assert rows["hit blocks"] == "80.0% (100 of 125 full blocks)"
     bar, usage = rows["pool usage"].split(" ", 1)
@@ -252,7 +244,7 @@ def test_quarantined_blocks_are_a_part_of_the_bar_if_there_are_any(
 ) -> None:
     stats = dataclasses.replace(STATS, blank=150, quarantined=100)
     monkeypatch.setattr(FakeClient, "stats", lambda client: stats)
-    rows = rows_of(run(capsys, "stats"))
+    rows = rows_of(output_of(capsys, "stats"))
     assert rows["quarantined"] == "100"
     bar, usage = rows["pool usage"].split(" ", 1)
     assert bar == "#" * 14 + "!" * 2 + "+" * 10 + "." * 4
@@ -262,10 +254,10 @@ def test_quarantined_blocks_are_a_part_of_the_bar_if_there_are_any(
 def test_stats_have_a_row_for_arenas_where_there_are_some(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert "arenas" not in rows_of(run(capsys, "stats"))
+    assert "arenas" not in rows_of(output_of(capsys, "stats"))
     stats = dataclasses.replace(STATS, arenas=3, arena_bytes=768 * 2**20)
     monkeypatch.setattr(FakeClient, "stats", lambda client: stats)
-    assert rows_of(run(capsys, "stats"))["arenas"] == "3, 768MiB"
+    assert rows_of(output_of(capsys, "stats"))["arenas"] == "3, 768MiB"
 
 
 def test_stats_have_a_row_a_tenant(
@@ -278,14 +270,14 @@ def test_stats_have_a_row_a_tenant(
     monkeypatch.setattr(
         FakeClient, "stats", lambda client: dataclasses.replace(STATS, tenants=tenants)
     )
-    rows = rows_of(run(capsys, "stats"))
+    rows = rows_of(output_of(capsys, "stats"))
     assert rows["tenant team-a"] == (
         "450 held, 400 guaranteed; 100 evictable, 7 evictions, 0 refused"
     )
     assert rows["tenant team-b"] == (
         "0 held, 0 guaranteed, at most 2,000; 200 evictable, 40 evictions, 3 refused"
     )
-    printed = json.loads(run(capsys, "stats", "--json"))
+    printed = json.loads(output_of(capsys, "stats", "--json"))
     assert printed["tenants"] == [dataclasses.asdict(tenant) for tenant in tenants]
 
 
@@ -323,7 +315,7 @@ def interrupted_after_two(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 def test_watch_follows_until_interrupted_and_exits_with_0(
     interrupted_after_two: list[float], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    views = run(capsys, "stats", "--watch", "0.5").strip().split("\n\n")
+    views = output_of(capsys, "stats", "--watch", "0.5").strip().split("\n\n")
     assert interrupted_after_two == [0.5, 0.5]
     assert len(views) == 2
     assert "evictions/s" not in rows_of(views[0])
@@ -333,14 +325,14 @@ def test_watch_follows_until_interrupted_and_exits_with_0(
 def test_watch_without_seconds_takes_two(
     interrupted_after_two: list[float], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    lines = run(capsys, "stats", "--watch", "--json").splitlines()
+    lines = output_of(capsys, "stats", "--watch", "--json").splitlines()
     assert interrupted_after_two == [2.0, 2.0]
     assert [json.loads(line)["rates_per_s"] is None for line in lines] == [True, False]
 
 
 def test_lookup_passes_everything_on(capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--lora", "l", "--lora-path", "/l", "--salt", "s", "--lookahead", "4", "--hashes"]
-    run(capsys, "lookup", "1", "2", "3", *options, "--full-hit", "last_block")
+    output_of(capsys, "lookup", "1", "2", "3", *options, "--full-hit", "last_block")
     expected = {
         "extra_keys": ExtraKeys(lora=Lora("l", "/l"), cache_salt="s"),
         "num_lookahead_tokens": 4,
@@ -348,7 +340,7 @@ def test_lookup_passes_everything_on(capsys: pytest.CaptureFixture[str]) -> None
         "want_hashes": True,
     }
     assert FakeClient.lookups == [([1, 2, 3], expected)]
-    run(capsys, "lookup", "1")
+    output_of(capsys, "lookup", "1")
     expected = {
         "extra_keys": ExtraKeys(),
         "num_lookahead_tokens": 0,
@@ -363,10 +355,10 @@ def test_tokens_come_from_arguments_a_file_or_stdin(
 ) -> None:
     path = tmp_path / "tokens"
     path.write_text("[1, 2]")
-    run(capsys, "lookup", "--tokens-file", str(path))
+    output_of(capsys, "lookup", "--tokens-file", str(path))
     for arguments in (["-"], ["--tokens-file", "-"]):
         monkeypatch.setattr("sys.stdin", io.StringIO("3 4\n5"))
-        run(capsys, "lookup", *arguments)
+        output_of(capsys, "lookup", *arguments)
     assert [tokens for tokens, _ in FakeClient.lookups] == [[1, 2], [3, 4, 5], [3, 4, 5]]
 
 
@@ -385,7 +377,7 @@ def test_tokens_come_from_arguments_a_file_or_stdin(
 def test_lookup_refuses_contradictions(
     arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run(capsys, "lookup", *arguments, code=2)
+    output_of(capsys, "lookup", *arguments, code=2)
     assert FakeClient.made == []
 
 
@@ -406,7 +398,7 @@ def test_what_are_no_token_ids_is_refused(text: str) -> None:
 def test_lookup_for_people_says_what_is_cached_and_whether_it_fits(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    rows = rows_of(run(capsys, "lookup", *["1"] * 40, "--hashes"))
+    rows = rows_of(output_of(capsys, "lookup", *["1"] * 40, "--hashes"))
     assert rows["cached tokens"] == "32 of 40 (80.0%)"
     assert rows["blocks needed"] == "1 of 5 free"
     assert rows["fits now"] == "yes"
@@ -414,7 +406,7 @@ def test_lookup_for_people_says_what_is_cached_and_whether_it_fits(
 
 
 def test_lookup_as_json_has_hashes_only_if_asked(capsys: pytest.CaptureFixture[str]) -> None:
-    printed = json.loads(run(capsys, "lookup", "1", "--json"))
+    printed = json.loads(output_of(capsys, "lookup", "1", "--json"))
     assert printed == {
         "num_tokens": 1,
         "num_cached_tokens": 32,
@@ -423,7 +415,7 @@ def test_lookup_as_json_has_hashes_only_if_asked(capsys: pytest.CaptureFixture[s
         "num_blocks_free": 5,
         "num_pending_tokens": 16,
     }
-    printed = json.loads(run(capsys, "lookup", "1", "--json", "--hashes"))
+    printed = json.loads(output_of(capsys, "lookup", "1", "--json", "--hashes"))
     assert printed["block_hashes"] == ["01" * 32, "02" * 32]
 
 
@@ -441,17 +433,17 @@ def files(tmp_path: Path) -> dict[str, str]:
 def test_the_token_is_that_of_the_file_then_of_the_environment(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, files: dict[str, str]
 ) -> None:
-    run(capsys, "info")
+    output_of(capsys, "info")
     assert FakeClient.shown == Credentials()
     monkeypatch.setenv("PREFIXCACHE_TOKEN", "from-the-environment")
     for command in (["info"], ["stats"], ["lookup", "1"]):
         FakeClient.shown = Credentials()
-        run(capsys, *command)
+        output_of(capsys, *command)
         assert FakeClient.shown == Credentials("from-the-environment")
     monkeypatch.setenv("PREFIXCACHE_TOKEN_FILE", files["token"])
-    run(capsys, "info")
+    output_of(capsys, "info")
     assert FakeClient.shown == Credentials("from-a-file")
-    run(capsys, "info", "--token-file", files["cert"], code=2)
+    output_of(capsys, "info", "--token-file", files["cert"], code=2)
 
 
 def test_files_of_tls_come_from_flags_or_the_environment(
@@ -459,13 +451,13 @@ def test_files_of_tls_come_from_flags_or_the_environment(
 ) -> None:
     expected = Credentials(tls=TlsCredentials(b"the CA", b"the cert", b"the key"))
     given = {"--tls-ca": files["ca"], "--tls-cert": files["cert"], "--tls-key": files["key"]}
-    run(capsys, "info", *[word for pair in given.items() for word in pair])
+    output_of(capsys, "info", *[word for pair in given.items() for word in pair])
     assert FakeClient.shown == expected
-    run(capsys, "info", "--tls-ca", files["ca"])
+    output_of(capsys, "info", "--tls-ca", files["ca"])
     assert FakeClient.shown == Credentials(tls=TlsCredentials(b"the CA"))
     for name, path in (("CA", "ca"), ("CERT", "cert"), ("KEY", "key")):
         monkeypatch.setenv(f"PREFIXCACHE_CLIENT_TLS_{name}", files[path])
-    run(capsys, "info")
+    output_of(capsys, "info")
     assert FakeClient.shown == expected
 
 
@@ -481,14 +473,14 @@ def test_files_of_tls_come_from_flags_or_the_environment(
 def test_a_file_that_is_not_there_is_named(
     arguments: list[str], flag: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert flag in run(capsys, "info", *arguments, code=2)
+    assert flag in output_of(capsys, "info", *arguments, code=2)
 
 
 def test_a_bad_token_is_not_shown(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PREFIXCACHE_TOKEN", "my secret")
-    problem = run(capsys, "info", code=2)
+    problem = output_of(capsys, "info", code=2)
     assert problem.startswith("prefixcache: PREFIXCACHE_TOKEN: must be")
     assert "secret" not in problem
 
@@ -497,7 +489,7 @@ def test_a_new_token_comes_with_the_entry_that_admits_it(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     first, second = (
-        run(capsys, "token", "new", "--tenant", "team-a", *more)
+        output_of(capsys, "token", "new", "--tenant", "team-a", *more)
         for more in ([], ["--role", "admin", "--role", "client", "--days", "3"])
     )
     for printed, roles in ((first, {"client"}), (second, {"admin", "client"})):
@@ -510,4 +502,4 @@ def test_a_new_token_comes_with_the_entry_that_admits_it(
         )  # the only tenant's
     assert first.split("\n", 1)[0] != second.split("\n", 1)[0]
     assert rules.by_token[token_hash(token)].expires_at_s is not None
-    assert "must be 1 to 63" in run(capsys, "token", "new", "--tenant", "team a", code=2)
+    assert "must be 1 to 63" in output_of(capsys, "token", "new", "--tenant", "team a", code=2)

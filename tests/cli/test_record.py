@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from prefixcache.cli import main
 from prefixcache.client import Client
+from tests.support.command_line import output_of
 from tests.support.program import MANAGER, PROGRAM, logged_until, serving
 
 
@@ -27,13 +27,10 @@ def test_a_daemon_records_what_analyze_and_replay_read(
         daemon.send_signal(signal.SIGTERM)
         logged_until(daemon, "stopped")
         assert daemon.wait(timeout=30) == 0
-    rows = []
-    for arguments in (["analyze", str(record)], ["replay", str(record)]):
-        with pytest.raises(SystemExit) as ended:
-            main([*arguments, "--blocks", "100", "--json"])
-        assert ended.value.code == 0
-        rows.append(json.loads(capsys.readouterr().out))
-    analysed, replayed = rows
+    analysed, replayed = (
+        json.loads(output_of(capsys, command, str(record), "--blocks", "100", "--json"))
+        for command in ("analyze", "replay")
+    )
     assert stats.hit_tokens == 32 + 32 + 48
     assert analysed["pools"][0]["hit_blocks"] == replayed["hit_blocks"] == stats.hit_blocks
     assert replayed["num_cached_tokens"] == stats.hit_tokens

@@ -18,7 +18,6 @@ from typing import Any
 import pytest
 from textual.pilot import Pilot
 
-from prefixcache.cli import main
 from prefixcache.cli.top_app import TopApp
 from prefixcache.cli.top_view import Screen, Seen, render
 from prefixcache.cli.top_watch import Watch
@@ -29,6 +28,7 @@ from prefixcache.core.stats import CallStats, PoolStats
 from prefixcache.errors import UnavailableError
 from prefixcache.server.daemon import CacheOptions
 from prefixcache.types import SequenceId, SequenceOrder
+from tests.support.command_line import output_of
 from tests.support.daemon import RunningDaemon, running_daemon
 from tests.support.program import PROGRAM, serving
 from tests.support.waiting import WAIT_S
@@ -74,21 +74,13 @@ def screen(num_rows: int = 30, **changes: Any) -> Screen:
     return replace(Screen("unix:/run/x.sock", seen, interval_s=2.0), **changes)
 
 
-def printed(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> str:
-    with pytest.raises(SystemExit) as ended:
-        main(["top", *arguments])
-    assert (ended.value.code or 0) == code
-    captured = capsys.readouterr()
-    return captured.err if code else captured.out
-
-
 # ---- a snapshot
 
 
 def test_a_snapshot_is_plain_text_with_the_numbers_of_get_stats(
     running: RunningDaemon, client: Client, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    text = printed(capsys, "--once", "--target", running.target)
+    text = output_of(capsys, "top", "--once", "--target", running.target)
     stats = client.stats()
     lines = text.splitlines()
     assert text.isascii() and ESCAPE not in text
@@ -129,7 +121,7 @@ def test_without_textual_the_way_to_it_is_said(
     for name in [name for name in sys.modules if name.startswith("textual.")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.delitem(sys.modules, "prefixcache.cli.top_app")
-    error = printed(capsys, "--target", running.target, code=1)
+    error = output_of(capsys, "top", "--target", running.target, code=1)
     assert error.count("\n") == 1
     assert "pip install 'prefixcache[top]'" in error and "--once" in error
 
@@ -139,7 +131,7 @@ def test_a_daemon_that_is_not_there_is_named(
     options: tuple[str, ...], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     target = f"unix:{tmp_path}/none.sock"
-    error = printed(capsys, *options, "--timeout", "60", "--target", target, code=1)
+    error = output_of(capsys, "top", *options, "--timeout", "60", "--target", target, code=1)
     assert target in error and error.count("\n") == 1
 
 

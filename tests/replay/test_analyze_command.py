@@ -9,16 +9,16 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from prefixcache.cli import main
 from prefixcache.replay import InProcessTarget, PoolCounts, replay_trace
 from prefixcache.storage.layout import KVLayout, Quantization
 from tests.replay.cuts import FOLDER, cut_trace
-from tests.replay.test_command import Outcome
+from tests.support.command_line import Outcome, call
 
 EDGE = str(FOLDER / "edge_4.jsonl")
 EDGE_BLOCK = ["--trace-block", "4"]
@@ -31,15 +31,7 @@ Run = Callable[..., Outcome]
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str]) -> Run:
     """Calls `prefixcache analyze` with the arguments given."""
-
-    def call(*arguments: str) -> Outcome:
-        with pytest.raises(SystemExit) as ended:
-            main(["analyze", *arguments])
-        output = capsys.readouterr()
-        assert isinstance(ended.value.code, int)
-        return Outcome(ended.value.code, output.out, output.err)
-
-    return call
+    return partial(call, capsys, "analyze")
 
 
 def objects_of(outcome: Outcome) -> list[dict[str, Any]]:

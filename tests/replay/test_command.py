@@ -8,42 +8,27 @@ import pty
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from prefixcache.cli import main
 from prefixcache.server.daemon import CacheOptions, ModelOptions
 from prefixcache.storage.layout import KVLayout
 from tests.replay.cuts import FOLDER, Row, expected_rows
+from tests.support.command_line import Outcome, call
 from tests.support.daemon import RunningDaemon, running_daemon
 
 EDGE = str(FOLDER / "edge_4.jsonl")
 EDGE_SIZES = ["--trace-block", "4", "--block-size", "4"]
 
-Run = Callable[..., "Outcome"]
-
-
-@dataclass(frozen=True)
-class Outcome:
-    exit_code: int
-    stdout: str
-    stderr: str
+Run = Callable[..., Outcome]
 
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str]) -> Run:
     """Calls `prefixcache replay` with the arguments given."""
-
-    def call(*arguments: str) -> Outcome:
-        with pytest.raises(SystemExit) as ended:
-            main(["replay", *arguments])
-        output = capsys.readouterr()
-        assert isinstance(ended.value.code, int)
-        return Outcome(ended.value.code, output.out, output.err)
-
-    return call
+    return partial(call, capsys, "replay")
 
 
 @pytest.fixture
