@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -19,22 +18,21 @@ from prefixcache.core.hashing import Chain
 from prefixcache.core.pending import PendingBlocks
 from prefixcache.core.pool import Pool
 from prefixcache.core.quota import check_quota, num_over_quota
-from prefixcache.core.sequence import int32_array
+from prefixcache.core.sequence import Prompt, Sequence, int32_array, uint32_array
 from prefixcache.errors import ExceedsPoolError, NoRoomError
-from prefixcache.types import BlockIds, FullHit
+from prefixcache.types import BlockIds, CacheUse, FullHit
 
-_native_take_prompt: Callable[..., tuple[array[int], int] | None] | None = None
+_native_begin_sequence: Callable[..., Sequence | None] | None = None
 if FORM == "native":
-    from prefixcache.core.native.admission import take_prompt
+    from prefixcache.core.native import admission as native_admission
 
-    _native_take_prompt = take_prompt
+    _native_begin_sequence = native_admission.begin_sequence
 
 _NO_BLOCKS: BlockIds = np.empty(0, dtype=np.int32)
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """The hits of a prompt, and the blocks of its sequence.
+class Plan(NamedTuple):
+    """The hits of a prompt, and the blocks of its sequence; a named tuple, as `Terms`.
 
     num_needed: free blocks that it would use up, the new ones and those hits that are free.
     num_available: free blocks that its account can have. num_added: blocks that the account would
@@ -113,51 +111,78 @@ def plan_prompt(
     )
 
 
-class Admitted(NamedTuple):
-    """The blocks of a prompt, all of which it has a reference on now.
+class Terms(NamedTuple):
+    """On what a sequence begins, but for its prompt. num_layers: that count their computed tokens.
 
-    num_hits: leading ones of the table that were cached. num_cached_tokens, num_pending_tokens: as
-    a `Plan` has them.
+    A named tuple, which is made faster than a frozen dataclass: each Allocate makes one.
     """
 
-    block_table: array[int]
-    num_hits: int
-    num_cached_tokens: int
+    owner: bytes
+    request_id: str
+    num_lookahead_tokens: int
+    cache_use: CacheUse
+    full_hit: FullHit
+    account: int
+    registers: bool
+    num_layers: int
+    now_s: float
+
+
+class Begun(NamedTuple):
+    """A sequence with a reference on all blocks of its table, which nobody knows of yet.
+
+    num_pending_tokens: as a `Plan` has them.
+    """
+
+    sequence: Sequence
     num_pending_tokens: int
 
 
-def admit_prompt(
-    pool: Pool,
-    pending: PendingBlocks,
-    num_tokens: int,
-    chain: Chain | None,
-    num_lookahead_tokens: int,
-    full_hit: FullHit,
-    account: int = 0,
-) -> Admitted:
+def begin_sequence(pool: Pool, pending: PendingBlocks, prompt: Prompt, terms: Terms) -> Begun:
     """Carry out the plan that `plan_prompt` would make.
 
     Raises ExceedsPoolError, QuotaExceededError or NoRoomError, and changes nothing.
     """
-    size = pool.block_size
-    if _native_take_prompt is not None:
-        num_blocks = num_blocks_of(num_tokens + num_lookahead_tokens, size)
-        num_usable = num_usable_blocks(num_tokens, full_hit, size)
-        taken = _native_take_prompt(pool, chain, num_usable, num_blocks)
-        if taken is not None:
-            table, num_hits = taken
-            num_pending = 0
-            if chain is not None:
-                num_pending = pending.num_blocks(chain.hashes, num_hits, num_usable)
-            num_cached_tokens = min(num_hits * size, num_tokens - 1)
-            num_computed_tokens = min((num_hits + num_pending) * size, num_tokens - 1)
-            return Admitted(
-                table, num_hits, num_cached_tokens, num_computed_tokens - num_cached_tokens
-            )
-    plan = plan_prompt(pool, pending, num_tokens, chain, num_lookahead_tokens, full_hit, account)
+    chain = prompt.chain if terms.cache_use.reads else None
+    num_tokens = len(prompt.token_ids)
+    if _native_begin_sequence is not None:
+        sequence = _native_begin_sequence(pool, Sequence, prompt, terms)
+        if sequence is not None:
+            end = sequence.num_cached_blocks
+            if chain is not None and pending.num_fillers:
+                num_usable = num_usable_blocks(num_tokens, terms.full_hit, pool.block_size)
+                end += pending.num_blocks(chain.hashes, end, num_usable)
+            num_found = min(end * pool.block_size, num_tokens - 1)
+            return Begun(sequence, num_found - sequence.num_cached_tokens)
+    num_lookahead, account = terms.num_lookahead_tokens, terms.account
+    plan = plan_prompt(pool, pending, num_tokens, chain, num_lookahead, terms.full_hit, account)
     plan.check_room(pool, account)
     if chain is not None:
         pool.acquire_hits(plan.hits, chain, account)
     new_blocks = pool.take(plan.num_blocks - len(plan.hits), account)
     table = int32_array(np.concatenate((plan.hits, new_blocks)))
-    return Admitted(table, len(plan.hits), plan.num_cached_tokens, plan.num_pending_tokens)
+    return Begun(_sequence(prompt, terms, table, plan, pool.block_size), plan.num_pending_tokens)
+
+
+def _sequence(
+    prompt: Prompt, terms: Terms, table: array[int], plan: Plan, block_size: int
+) -> Sequence:
+    hashes = prompt.chain.hashes.data if terms.registers and prompt.chain is not None else b""
+    return Sequence(
+        owner=terms.owner,
+        request_id=terms.request_id,
+        cache_use=terms.cache_use,
+        extra_keys=prompt.extra_keys,
+        token_ids=uint32_array(prompt.token_ids),
+        block_table=table,
+        hashes=bytearray(hashes),
+        computed=[plan.num_cached_tokens] * terms.num_layers,
+        num_prompt_tokens=len(prompt.token_ids),
+        num_cached_tokens=plan.num_cached_tokens,
+        num_cached_blocks=len(plan.hits),
+        first_writable=len(plan.hits) * block_size,
+        registers=terms.registers,
+        created_at_s=terms.now_s,
+        account=terms.account,
+        num_lookahead_tokens=terms.num_lookahead_tokens,
+    )

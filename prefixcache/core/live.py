@@ -171,19 +171,10 @@ class LiveSequences:
         """True also for one that has ended while a call on it is running."""
         return sequence_id in self.by_id or sequence_id in self._dying
 
-    def new_id(self) -> SequenceId:
-        while True:
-            if not self._spare_ids:
-                self._spare_ids = array("Q", os.urandom(8 * _IDS_AT_ONCE))
-            sequence_id = self._spare_ids.pop()
-            if sequence_id and not self.is_known(sequence_id):
-                return SequenceId(sequence_id)
-
-    def next_serial(self) -> int:
-        self._last_serial += 1
-        return self._last_serial
-
     def add(self, sequence: Sequence) -> None:
+        """It lives from now on, under an id of its own."""
+        self._last_serial += 1
+        sequence.sequence_id, sequence.serial = self._new_id(), self._last_serial
         owners = self._owners_like(sequence.owner)
         owner = owners.get(sequence.owner)
         if owner is None:
@@ -273,3 +264,11 @@ class LiveSequences:
 
     def _owners_like(self, owner: bytes) -> dict[bytes, _Owner]:
         return self._session_owners if is_session_id(owner) else self._owners
+
+    def _new_id(self) -> SequenceId:
+        while True:
+            if not self._spare_ids:
+                self._spare_ids = array("Q", os.urandom(8 * _IDS_AT_ONCE))
+            sequence_id = self._spare_ids.pop()
+            if sequence_id and not self.is_known(sequence_id):
+                return SequenceId(sequence_id)

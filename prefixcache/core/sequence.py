@@ -7,24 +7,27 @@ or the one in Python, as `form` says.
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from prefixcache.core.form import FORM
 from prefixcache.core.hashing import Chain
-from prefixcache.types import NO_EXTRA_KEYS, BlockIds, ExtraKeys, SequenceId, TokenIds
+from prefixcache.types import NO_EXTRA_KEYS, BlockIds, ExtraKeys, TokenIds
 
 if TYPE_CHECKING or FORM == "python":
     from prefixcache.core.python.sequence_record import SequenceRecord
 else:
     from prefixcache.core.native.sequence_record import SequenceRecord
 
+_INT32 = np.dtype(np.int32)
 
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """Tokens of a request and the chain of their full blocks (None with caching off)."""
+
+class Prompt(NamedTuple):
+    """Tokens of a request and the chain of their full blocks (None with caching off).
+
+    A named tuple, as what is a row below: each Lookup and each Allocate makes one.
+    """
 
     token_ids: TokenIds
     extra_keys: ExtraKeys
@@ -82,25 +85,12 @@ class Sequence(SequenceRecord):
 
     def blocks(self, start: int = 0, end: int | None = None) -> BlockIds:
         """A copy of a part of the block table."""
-        return np.frombuffer(self.block_table[start:end], dtype=np.int32)
+        return np.frombuffer(self.block_table[start:end], _INT32)
 
-    def note_applied(self, call: tuple[object, ...], reply: object) -> None:
-        """A state call is done, and a repeat of it can be answered."""
-        before = self.last_call
-        is_step = call[0] == "append" and before is not None and before[0] == "commit"
-        self.commit_before = (before, self.last_reply) if is_step and before else None
-        self.last_call = call
-        self.last_reply = reply
-        self.last_attention_start.clear()
-
-    def child(
-        self, sequence_id: SequenceId, serial: int, request_id: str, now_s: float
-    ) -> Sequence:
+    def child(self, request_id: str, now_s: float) -> Sequence:
         """A fork: the same tokens, blocks and progress, all of it computed."""
         num_tokens = self.num_tokens
         return Sequence(
-            sequence_id=sequence_id,
-            serial=serial,
             owner=self.owner,
             request_id=request_id,
             cache_use=self.cache_use,
@@ -114,7 +104,6 @@ class Sequence(SequenceRecord):
             num_cached_blocks=self.num_cached_blocks,
             first_writable=num_tokens,
             registers=self.registers,
-            last_attention_start={},
             created_at_s=now_s,
             account=self.account,
         )

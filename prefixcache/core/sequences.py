@@ -14,12 +14,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
 import numpy as np
 
 from prefixcache.core import growth
-from prefixcache.core.admission import Plan, admit_prompt, plan_prompt
+from prefixcache.core.admission import Plan, Terms, begin_sequence, plan_prompt
 from prefixcache.core.explain import Explainer
 from prefixcache.core.hashing import Hasher
 from prefixcache.core.holders import LargestHolders
@@ -31,7 +31,7 @@ from prefixcache.core.progress import Progress
 from prefixcache.core.recent_keys import RecentKeys
 from prefixcache.core.row_calls import RowCalls
 from prefixcache.core.running_calls import RunningCalls
-from prefixcache.core.sequence import Prompt, Sequence, uint32_array
+from prefixcache.core.sequence import Prompt, Sequence
 from prefixcache.core.sessions import SessionLimits
 from prefixcache.core.slots import num_slots_written
 from prefixcache.core.stats import Counters, PoolStats
@@ -46,6 +46,7 @@ from prefixcache.errors import (
     RequestIdConflictError,
 )
 from prefixcache.types import (
+    NO_EXTRA_KEYS,
     AllocateResult,
     CacheUse,
     Explanation,
@@ -128,11 +129,12 @@ class Sequences:
 
         The costly steps, which change nothing: call it unlocked.
         """
+        token_ids = np.ascontiguousarray(token_ids)
         if not self._caching:
             return Prompt(token_ids, extra_keys, None)
         chain = self.hasher.chain(None, token_ids, extra_keys)
-        if len(chain.hashes) >= _MIN_BLOCKS_OF_GUESS:
-            chain = replace(chain, guess=self.pool.guess(chain.hashes))
+        if len(token_ids) >= _MIN_BLOCKS_OF_GUESS * self.pool.block_size:
+            chain = chain._replace(guess=self.pool.guess(chain.hashes))
         return Prompt(token_ids, extra_keys, chain)
 
     def lookup(
@@ -183,17 +185,20 @@ class Sequences:
             return self._repeated_allocate(earlier, call, prompt)
         self.live.check_can_add(owner, 1, account)
 
-        chain, num_tokens, size = prompt.chain, len(prompt.token_ids), self.pool.block_size
+        registers = cache_use.writes and self._caching
+        terms = Terms(
+            owner,
+            request_id,
+            num_lookahead_tokens,
+            cache_use,
+            full_hit,
+            account,
+            registers,
+            self._num_layers,
+            self._clock(),
+        )
         try:
-            admitted = admit_prompt(
-                self.pool,
-                self.pending,
-                num_tokens,
-                chain if cache_use.reads else None,
-                num_lookahead_tokens,
-                full_hit,
-                account,
-            )
+            sequence, num_pending_tokens = begin_sequence(self.pool, self.pending, prompt, terms)
         except (ExceedsPoolError, QuotaExceededError):
             self.counters.allocation_refused += 1
             self.tenants.count_refusal(account)
@@ -202,39 +207,20 @@ class Sequences:
             self.counters.allocation_refused += 1
             self.tenants.count_refusal(account)
             raise error.naming(self._holders.largest(account)) from None
-        table, num_hits, num_cached_tokens, num_pending_tokens = admitted
-        block_ids = np.frombuffer(table.tobytes(), dtype=np.int32)
-
-        registers = cache_use.writes and self._caching
-        hashes = chain.hashes.data if registers and chain is not None else b""
-        sequence = Sequence(
-            sequence_id=self.live.new_id(),
-            serial=self.live.next_serial(),
-            owner=owner,
-            request_id=request_id,
-            cache_use=cache_use,
-            extra_keys=prompt.extra_keys,
-            token_ids=uint32_array(prompt.token_ids),
-            block_table=table,
-            hashes=bytearray(hashes),
-            computed=[num_cached_tokens] * self._num_layers,
-            num_prompt_tokens=num_tokens,
-            num_cached_tokens=num_cached_tokens,
-            num_cached_blocks=num_hits,
-            first_writable=num_hits * size,
-            registers=registers,
-            last_attention_start={},
-            created_at_s=self._clock(),
-            account=account,
-            num_lookahead_tokens=num_lookahead_tokens,
-        )
         self.live.add(sequence)
-        self._recent_keys.note(prompt.extra_keys)
-        self.pending.begin(sequence, hashes)
+        if prompt.extra_keys is not NO_EXTRA_KEYS:
+            self._recent_keys.note(prompt.extra_keys)
+        if registers and prompt.chain is not None:
+            self.pending.begin(sequence, prompt.chain.hashes.data)
         reads = cache_use.reads and self._caching
+        size = self.pool.block_size
         self.counters.count_allocation(sequence, size, reads=reads, resumed=resumed)
         reply = AllocateResult(
-            sequence.sequence_id, num_cached_tokens, num_hits, block_ids, num_pending_tokens
+            sequence.sequence_id,
+            sequence.num_cached_tokens,
+            sequence.num_cached_blocks,
+            sequence.blocks(),
+            num_pending_tokens,
         )
         sequence.note_applied(call, reply)
         if self._on_allocated is not None:
@@ -300,9 +286,7 @@ class Sequences:
         children = []
         for request_id in request_ids:
             self.pool.acquire(parent.blocks(), parent.account)
-            child = parent.child(
-                self.live.new_id(), self.live.next_serial(), request_id, self._clock()
-            )
+            child = parent.child(request_id, self._clock())
             self.live.add(child)
             children.append(child.sequence_id)
         parent.note_applied(call, tuple(children))

@@ -30,6 +30,7 @@ COLUMN_WIDTHS: dict[int, int] = {_Field.TYPE_FIXED32: 4, _Field.TYPE_FIXED64: 8}
 """Of a column's elements, in bytes, by their type."""
 
 
+_COLUMN32, _COLUMN64 = np.dtype("<u4"), np.dtype("<u8")
 _SAME_BYTES = {
     column: frozenset({np.dtype(column), np.dtype(column.replace("u", "i"))})
     for column in ("<u4", "<u8")
@@ -142,7 +143,7 @@ def length_prefix(field_number: int, length: int) -> bytes:
 
 def read_column32(data: bytes) -> npt.NDArray[np.uint32]:
     """A read-only view of a twin's column."""
-    return np.frombuffer(data, dtype="<u4")
+    return np.frombuffer(data, _COLUMN32)
 
 
 def _packed(typecode: str, values: list[int] | array[int]) -> bytes:
@@ -162,4 +163,4 @@ def _from_array(dtype: str, values: npt.ArrayLike) -> bytes:
 
 
 def read_column64(data: bytes) -> npt.NDArray[np.uint64]:
-    return np.frombuffer(data, dtype="<u8")
+    return np.frombuffer(data, _COLUMN64)

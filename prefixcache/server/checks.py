@@ -94,8 +94,9 @@ def prompt_with_lookahead(
 ) -> tuple[TokenIds, ExtraKeys]:
     """`prompt` of a Lookup or an Allocate. max_tokens: with the lookahead."""
     token_ids, extra_keys = prompt(request, caller, block_size, max_tokens)
-    num = len(token_ids) + request.num_lookahead_tokens
-    num_tokens(num, "num_lookahead_tokens", max_tokens)
+    num_lookahead_tokens = request.num_lookahead_tokens
+    if num_lookahead_tokens:
+        num_tokens(len(token_ids) + num_lookahead_tokens, "num_lookahead_tokens", max_tokens)
     return token_ids, extra_keys
 
 

@@ -43,6 +43,13 @@ _Mailbox = SimpleQueue[_Work | None]
 """Of one thread, which ends at None."""
 
 
+class _OfThread(threading.local):
+    """Of the work that a thread does: when it was submitted, and why it is to be refused."""
+
+    submitted_s = 0.0
+    refusal: PrefixCacheError | None = None
+
+
 class Workers(ThreadPoolExecutor):
     """At most `num_threads` threads, started when they are needed.
 
@@ -75,7 +82,7 @@ class Workers(ThreadPoolExecutor):
         self._tenant_of = tenant_of
         self._clock = clock
         self._refusing = ThreadPoolExecutor(_REFUSING_THREADS, f"{name}-refusing")
-        self._of_thread = threading.local()
+        self._of_thread = _OfThread()
         self._guard = threading.Lock()
         self._became_idle = threading.Condition(self._guard)
         self._started: dict[threading.Thread, None] = {}
@@ -118,12 +125,11 @@ class Workers(ThreadPoolExecutor):
 
     def refusal(self) -> PrefixCacheError | None:
         """Why the work that this thread does is to be refused; None if it is not."""
-        refusal: PrefixCacheError | None = getattr(self._of_thread, "refusal", None)
-        return refusal
+        return self._of_thread.refusal
 
     def queue_s(self) -> float:
         """How long the work that this thread has just begun waited for it."""
-        return self._clock() - float(self._of_thread.submitted_s)
+        return self._clock() - self._of_thread.submitted_s
 
     def refuse_late(self) -> None:
         """Refuse what has waited too long. To be called now and then."""

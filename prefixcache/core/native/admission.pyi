@@ -1,8 +1,7 @@
-from array import array
-
-from prefixcache.core.hashing import Chain
+from prefixcache.core.admission import Terms
 from prefixcache.core.pool import Pool
+from prefixcache.core.sequence import Prompt, Sequence
 
-def take_prompt(
-    pool: Pool, chain: Chain | None, num_usable: int, num_blocks: int
-) -> tuple[array[int], int] | None: ...
+def begin_sequence(
+    pool: Pool, kind: type[Sequence], prompt: Prompt, terms: Terms
+) -> Sequence | None: ...

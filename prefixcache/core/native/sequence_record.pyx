@@ -9,10 +9,14 @@ from libc.stdint cimport int32_t, int64_t
 
 
 cdef class SequenceRecord:
+    def __cinit__(self, *args, **kwargs):
+        self.sequence_id = self.serial = 0
+        self.last_attention_start = {}
+        self.running_layers = set()
+        self.copy_holds = []
+
     def __init__(
         self,
-        sequence_id,
-        serial,
         bytes owner,
         request_id,
         cache_use,
@@ -26,13 +30,11 @@ cdef class SequenceRecord:
         int64_t num_cached_blocks,
         int64_t first_writable,
         bint registers,
-        dict last_attention_start,
         double created_at_s,
         int32_t account=0,
         int64_t num_lookahead_tokens=0,
     ):
-        self.sequence_id, self.serial, self.owner = sequence_id, serial, owner
-        self.request_id = request_id
+        self.owner, self.request_id = owner, request_id
         self.cache_use, self.extra_keys = cache_use, extra_keys
         self.token_ids, self.block_table, self.hashes = token_ids, block_table, hashes
         self.computed = computed
@@ -41,15 +43,14 @@ cdef class SequenceRecord:
         self.num_cached_blocks = num_cached_blocks
         self.first_writable = first_writable
         self.registers = registers
-        self.last_attention_start = last_attention_start
         self.created_at_s = created_at_s
         self.account = account
         self.num_lookahead_tokens = num_lookahead_tokens
-        self.running_layers = set()
-        self.copy_holds = []
+
+    def note_applied(self, tuple call, reply):
+        self.note_applied_call(call, reply)
 
     cdef int note_applied_call(self, tuple call, reply) except -1:
-        """`Sequence.note_applied`."""
         cdef tuple before = self.last_call
         if before is not None and call[0] == "append" and before[0] == "commit":
             self.commit_before = (before, self.last_reply)

@@ -8,11 +8,14 @@ from typing import Any
 
 from prefixcache.types import CacheUse, CommitResult, ExtraKeys, SequenceId
 
+_NO_ID = SequenceId(0)
+
 
 @dataclass(eq=False, slots=True)
 class SequenceRecord:
     """Tokens, block table and progress of one sequence.
 
+    sequence_id, serial: 0 until `LiveSequences.add`.
     computed[layer]: tokens whose K/V of that layer are in place; one entry without storage.
     hashes: of the full blocks, one digest after another, kept while the sequence may register
     blocks.
@@ -29,8 +32,6 @@ class SequenceRecord:
     it.
     """
 
-    sequence_id: SequenceId
-    serial: int
     owner: bytes
     request_id: str
     cache_use: CacheUse
@@ -44,10 +45,12 @@ class SequenceRecord:
     num_cached_blocks: int
     first_writable: int
     registers: bool
-    last_attention_start: dict[int, int]
     created_at_s: float
     account: int = 0
     num_lookahead_tokens: int = 0
+    sequence_id: SequenceId = _NO_ID
+    serial: int = 0
+    last_attention_start: dict[int, int] = field(default_factory=dict)
     last_call: tuple[Any, ...] | None = None
     last_reply: Any = None
     commit_before: tuple[tuple[Any, ...], CommitResult] | None = None
@@ -55,3 +58,12 @@ class SequenceRecord:
     is_copying: bool = False
     copy_holds: list[int] = field(default_factory=list)
     writers: set[int] | None = None
+
+    def note_applied(self, call: tuple[object, ...], reply: object) -> None:
+        """A state call is done, and a repeat of it can be answered."""
+        before = self.last_call
+        is_step = call[0] == "append" and before is not None and before[0] == "commit"
+        self.commit_before = (before, self.last_reply) if is_step and before else None
+        self.last_call = call
+        self.last_reply = reply
+        self.last_attention_start.clear()
