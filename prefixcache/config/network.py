@@ -140,6 +140,14 @@ class LimitSection(Section):
         ge=1,
         le=2**20,
     )
+    max_connections_per_peer: int | None = setting(
+        None,
+        "Most of them of one user of this host, or of one host on a TCP port; the newest are cut. "
+        "Three quarters of --max-connections if left out.",
+        unit="connections",
+        ge=1,
+        le=2**20,
+    )
     max_owners: int = setting(
         4096,
         "Most clients without a session that have sequences.",
@@ -175,6 +183,28 @@ class LimitSection(Section):
         unit="bytes",
         ge=0,
     )
+    max_arenas_per_user: Size | None = setting(
+        None,
+        "Arenas of one user of this host together, where there is no --auth. Three quarters of "
+        "--max-arenas if left out, or one of the largest.",
+        unit="bytes",
+        ge=0,
+    )
+
+    @property
+    def connections_of_a_peer(self) -> int:
+        return self.max_connections_per_peer or _part_of_one(self.max_connections)
+
+    @property
+    def arena_bytes_of_a_user(self) -> int:
+        if self.max_arenas_per_user is not None:
+            return self.max_arenas_per_user
+        return max(_part_of_one(self.max_arenas), min(self.max_arena, self.max_arenas))
+
+
+def _part_of_one(limit: int) -> int:
+    """Of what all share without tenants: it leaves something to others."""
+    return limit - limit // 4
 
 
 class SessionSection(Section):

@@ -84,7 +84,8 @@ class LimitOptions:
     """max_queued_calls, max_queue_wait_s: of calls that wait for a thread.
 
     max_step_streams: open at the same time; an engine needs one.
-    max_arena_bytes, max_total_arena_bytes: of memory that a client shares, and that all do.
+    max_arena_bytes, max_total_arena_bytes, max_user_arena_bytes: of memory that a client shares,
+    that all do, and all of one user of the host.
     """
 
     max_message_bytes: int = 256 * 2**20
@@ -98,6 +99,7 @@ class LimitOptions:
     max_pending_waits: int = 256
     max_arena_bytes: int = 2**30
     max_total_arena_bytes: int = 2**32
+    max_user_arena_bytes: int = 3 * 2**30
 
 
 class Daemon:
@@ -162,8 +164,12 @@ class Daemon:
         )
         self.engine = self._make_engine(model, cache.num_blocks, around_kernels)
         # Only tensors go there.
-        arena_limits = (limits.max_arena_bytes, limits.max_total_arena_bytes)
-        self.arenas = Arenas(*(arena_limits if model.layout else (0, 0)))
+        arena_limits = (
+            limits.max_arena_bytes,
+            limits.max_total_arena_bytes,
+            limits.max_user_arena_bytes,
+        )
+        self.arenas = Arenas(*(arena_limits if model.layout else (0, 0, 0)))
         limits_message = _limits_message(limits, session_limits, cache.block_size)
         limits_message.max_arena_bytes = self.arenas.max_bytes
         self.info = self._make_info(cache, model, limits_message, verify)

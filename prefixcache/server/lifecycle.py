@@ -84,6 +84,7 @@ def run(config: ServeConfig, read_config: Callable[[], ServeConfig]) -> int:
         server = RpcServer(
             daemon,
             max_workers=config.network.max_workers,
+            max_connections_per_peer=config.limits.connections_of_a_peer,
             access=gate.access,
             observers=Observers(access_log, tracing),
         )
@@ -223,6 +224,7 @@ def _make_daemon(config: ServeConfig, recorder: Recorder | None, tracing: Tracin
             max_pending_waits=config.limits.max_pending_waits,
             max_arena_bytes=config.limits.max_arena,
             max_total_arena_bytes=config.limits.max_arenas,
+            max_user_arena_bytes=config.limits.arena_bytes_of_a_user,
         ),
         SessionLimits(
             max_sessions=config.sessions.max_sessions,

@@ -44,7 +44,12 @@ class ArenaRequests:
             token = request.rest.decode(errors="replace")
             caller = self._access.peer_caller(connection.peer, token)
             caller.check_may(CLIENT)
-            arena_id = self._arenas.add(request.descriptors[0], caller.tenant)
+            arena_id = self._arenas.add(
+                request.descriptors[0],
+                caller.tenant,
+                connection.peer.uid,
+                self._access.tenants(),
+            )
         except PrefixCacheError as error:
             raise PeerRefusedError(str(error)) from None
         connection.had.add(PeerMessage.ARENA)

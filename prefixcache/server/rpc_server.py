@@ -25,6 +25,7 @@ from prefixcache.server.attention_service import AttentionService
 from prefixcache.server.cache_service import CacheService
 from prefixcache.server.call_counts import CallCounts
 from prefixcache.server.calls import Observers
+from prefixcache.server.crowded_addresses import CrowdedAddresses
 from prefixcache.server.daemon import MAX_STREAMS_PER_CONNECTION, Daemon
 from prefixcache.server.event_streams import MAX_EVENT_STREAMS, EventStreams
 from prefixcache.server.handlers import Service, Transfers, add_services, run_in
@@ -82,6 +83,7 @@ class RpcServer:
     max_workers: calls that run at the same time, and as many Prefill and Decode calls; more of
     them wait, within limits. Attention has threads of its own, so that a long one delays no lookup
     and no health check, and so have streams: one that its client forgot takes none from the calls.
+    max_connections_per_peer: to one address; by default one peer may have all.
     access: says who calls; by default anyone may do anything. observers: are told of each call.
     `call_counts` are by the RPC's name; `is_serving` is true from `start` to `stop`.
     """
@@ -91,6 +93,7 @@ class RpcServer:
         daemon: Daemon,
         *,
         max_workers: int,
+        max_connections_per_peer: int | None = None,
         access: Access | None = None,
         observers: Observers | None = None,
     ) -> None:
@@ -120,6 +123,7 @@ class RpcServer:
         max_unread_bytes = max(_UNREAD_MESSAGES * limits.max_message_bytes, _MIN_UNREAD_BYTES)
         self._replies = Replies(max_unread_bytes, daemon.clock)
         self._stuck = StuckConnections(daemon.clock)
+        self._crowded = CrowdedAddresses(max_connections_per_peer or limits.max_connections)
         max_keep_alives = _STREAMS_A_SESSION * limits.max_sessions
         self._keep_alives = KeepAliveStreams(daemon.sequences, daemon.boot_id, daemon.clock)
         self._event_streams = EventStreams(daemon.sequences, daemon.boot_id)
@@ -167,9 +171,11 @@ class RpcServer:
             raise InvalidArgumentError(
                 "listen", f"cannot listen on {address}: taken, or no address of this host"
             ) from error
-        if address.startswith("unix:"):
-            return address
-        return f"{address.rpartition(':')[0]}:{port}"
+        bound = address
+        if not address.startswith("unix:"):
+            bound = f"{address.rpartition(':')[0]}:{port}"
+        self._crowded.add(bound)
+        return bound
 
     def start(self) -> None:
         self._server.start()
@@ -178,7 +184,7 @@ class RpcServer:
 
     def cut_stale_streams(self) -> None:
         """Cancel KeepAlive streams that are of no use any more, calls whose peers are silent, and
-        streams whose caller may not have them any more.
+        streams whose caller may not have them any more. Cut connections that are too many.
 
         Refuse the calls that have waited too long for a thread, and let others run where silent
         peers hold threads up, too. To be called now and then.
@@ -194,6 +200,7 @@ class RpcServer:
             workers.stand_in_for(self._arrivals.num_late(workers))
             workers.refuse_late()
         self._access.cut_revoked()
+        self._crowded.cut()
 
     def works_within(self, timeout_s: float) -> bool:
         """Whether the core's lock can be taken and calls are answered; for a watchdog.

@@ -315,7 +315,7 @@ def _new_arena(daemon: Daemon, tenant: str) -> tuple[int, npt.NDArray[np.uint8]]
     fd = create_shared_memory("arena-of-a-test", _ARENA_BYTES)
     try:
         memory = map_shared_memory(fd, _ARENA_BYTES, writable=True)
-        return daemon.arenas.add(fd, tenant), np.frombuffer(memoryview(memory), np.uint8)
+        return daemon.arenas.add(fd, tenant, 0, ()), np.frombuffer(memoryview(memory), np.uint8)
     finally:
         os.close(fd)
 

@@ -20,7 +20,8 @@ import torch
 from prefixcache import engine
 from prefixcache.client import channel_options
 from prefixcache.client.peer_connection import PeerRefusedError
-from prefixcache.errors import UnavailableError
+from prefixcache.config.network import LimitSection
+from prefixcache.errors import InvalidArgumentError, UnavailableError
 from prefixcache.rpc._pb import attention_pb2
 from prefixcache.rpc.peer_protocol import PeerMessage
 from prefixcache.server.access import AccessControl
@@ -40,7 +41,9 @@ from tests.support.toy_model import Run, ToyModel, attention_request, from_wire
 from tests.support.waiting import until
 
 SIZE = 4 * mmap.PAGESIZE
-LIMITS = LimitOptions(max_arena_bytes=2 * SIZE, max_total_arena_bytes=3 * SIZE)
+LIMITS = LimitOptions(
+    max_arena_bytes=2 * SIZE, max_total_arena_bytes=3 * SIZE, max_user_arena_bytes=3 * SIZE
+)
 CACHE = CacheOptions(NUM_BLOCKS, BLOCK_SIZE)
 
 
@@ -580,3 +583,62 @@ def test_the_reply_to_a_stranger_says_no_secret(guarded: RunningDaemon) -> None:
         assert "my-secret" not in str(refused.value)
     with suppress(OSError):
         os.close(fd)
+
+
+# ---- how much of it
+
+
+def test_a_user_leaves_memory_to_others_where_there_are_no_tenants() -> None:
+    limits = LimitOptions(
+        max_arena_bytes=2 * SIZE, max_total_arena_bytes=4 * SIZE, max_user_arena_bytes=3 * SIZE
+    )
+    uid = os.getuid()
+    with (
+        running_daemon(CACHE, ModelOptions(LAYOUT), limits) as running,
+        peer_socket(running),
+        closing(OwnArena(running, 2 * SIZE)),
+        closing(OwnArena(running, SIZE)),
+    ):
+        with pytest.raises(PeerRefusedError, match="0 are left to its user"):
+            OwnArena(running, 1)
+        fd = create_shared_memory("test", SIZE)
+        arena_id = running.daemon.arenas.add(fd, "", uid + 1, ())
+        with pytest.raises(InvalidArgumentError, match="0 are left to its user"):
+            running.daemon.arenas.add(fd, "", uid + 1, ())
+        running.daemon.arenas.remove(arena_id)
+        os.close(fd)
+
+
+def test_a_tenant_cannot_take_the_memory_of_another() -> None:
+    access = AccessControl(parse_auth_rules(RULES), PeerTickets())
+    limits = LimitOptions(
+        max_arena_bytes=2 * SIZE, max_total_arena_bytes=6 * SIZE, max_user_arena_bytes=2 * SIZE
+    )
+    with (
+        running_daemon(CACHE, ModelOptions(LAYOUT), limits, access=access) as running,
+        peer_socket(running, access),
+        closing(OwnArena(running, SIZE, "a")),
+        closing(OwnArena(running, SIZE, "a")) as second,
+    ):
+        with pytest.raises(PeerRefusedError, match="0 are left to its tenant"):
+            OwnArena(running, 1, "a")
+        with closing(OwnArena(running, 2 * SIZE, "b")):
+            assert running.daemon.arenas.num_bytes == 4 * SIZE
+        second.close()
+        until(lambda: running.daemon.arenas.num_bytes == SIZE)
+        OwnArena(running, SIZE, "a").close()
+
+
+@pytest.mark.parametrize(
+    ("flags", "of_a_user"),
+    [
+        ({}, 3 * 2**30),
+        ({"max_arena": 100, "max_arenas": 101}, 100),
+        ({"max_arena": 10, "max_arenas": 101}, 76),
+        ({"max_arena": 10, "max_arenas": 1}, 1),
+        ({"max_arena": 0, "max_arenas": 0}, 0),
+        ({"max_arenas_per_user": 5}, 5),
+    ],
+)
+def test_a_user_has_three_quarters_or_one_arena(flags: dict[str, int], of_a_user: int) -> None:
+    assert LimitSection(**flags).arena_bytes_of_a_user == of_a_user

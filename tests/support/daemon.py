@@ -48,6 +48,7 @@ def running_daemon(
     session_limits: SessionLimits | None = None,
     *,
     max_workers: int = 8,
+    max_connections_per_peer: int | None = None,
     access: Access | None = None,
     clock: Callable[[], float] = time.monotonic,
     on_allocated: Callable[[Prompt, CacheUse, bool], None] | None = None,
@@ -65,7 +66,13 @@ def running_daemon(
         around_kernels=nullcontext if tracing is None else tracing.attention,
     )
     observers = Observers(spans=tracing)
-    server = RpcServer(daemon, max_workers=max_workers, access=access, observers=observers)
+    server = RpcServer(
+        daemon,
+        max_workers=max_workers,
+        max_connections_per_peer=max_connections_per_peer,
+        access=access,
+        observers=observers,
+    )
     with tempfile.TemporaryDirectory() as folder, closing(PeerSocket()) as peers:
         path = Path(folder) / "prefixcache.sock"
         attachments = daemon.share_memory(access or OpenAccess(), attach)
