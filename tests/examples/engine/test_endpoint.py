@@ -13,8 +13,7 @@ import pytest
 from examples.engine.app import MAX_BODY_BYTES
 from examples.engine.loop import Engine
 from prefixcache.client import Client
-from tests.examples.engine import tiny_model
-from tests.examples.engine.endpoint import MODEL_NAME, Endpoint, daemon_for, served
+from tests.examples.engine.endpoint import MODEL_NAME, Endpoint, served
 from tests.examples.engine.held_engine import held_after
 from tests.examples.engine.tiny_model import plain_answer
 from tests.support.daemon import RunningDaemon
@@ -23,17 +22,6 @@ from tests.support.waiting import until
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "hello"}]
 HELLO_TEXT = "user: hello\nassistant:"
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model.save(tmp_path_factory.mktemp("tiny"))
-
-
-@pytest.fixture(scope="module")
-def running(folder: Path) -> Iterator[RunningDaemon]:
-    with daemon_for(folder) as running:
-        yield running
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -24,8 +24,7 @@ from examples.engine.scheduler import Chunk, Limits
 from prefixcache.client import Client
 from prefixcache.errors import ExceedsPoolError, PrefixCacheError, QuotaExceededError
 from tests.core.manager import Manager
-from tests.examples.engine import tiny_model
-from tests.examples.engine.endpoint import Endpoint, daemon_for, served
+from tests.examples.engine.endpoint import Endpoint, served
 from tests.examples.engine.local_engine import VOCABULARY, LocalEngine
 from tests.examples.engine.tiny_model import plain_answer
 from tests.support.daemon import RunningDaemon
@@ -37,17 +36,6 @@ BODIES: dict[str, dict[str, Any]] = {
     COMPLETIONS: {"prompt": "a", "max_tokens": 2},
     CHAT: {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 2},
 }
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model.save(tmp_path_factory.mktemp("tiny"))
-
-
-@pytest.fixture(scope="module")
-def running(folder: Path) -> Iterator[RunningDaemon]:
-    with daemon_for(folder) as running:
-        yield running
 
 
 @pytest.fixture

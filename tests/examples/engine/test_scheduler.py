@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from prefixcache.errors import (
     TooManySequencesError,
     UnavailableError,
 )
-from prefixcache.types import ExtraKeys, LookupResult
+from prefixcache.types import LookupResult
 from tests.core.manager import A, C, Manager, T, U
 from tests.examples.engine.local_engine import LocalEngine, LocalSequence, answer_to, spell
 
@@ -237,22 +238,29 @@ def test_who_is_preempted_may_wait_for_others_again() -> None:
     assert first.is_answered() and asked.is_answered() and again.is_answered()
 
 
+@contextmanager
+def overtaken(engine: LocalEngine, by: LocalEngine, prompt: list[int]) -> Iterator[None]:
+    """The other one begins with a prompt between this one's Lookup and its Allocate."""
+    lookup = engine.cache.lookup
+
+    def slow(tokens: list[int], **options: Any) -> LookupResult:
+        result = lookup(tokens, **options)
+        if not by.running:
+            by.ask(prompt, max_tokens=2)
+            by.turn()
+        return result
+
+    engine.cache.lookup = slow  # type: ignore[method-assign]
+    yield
+    engine.cache.lookup = lookup  # type: ignore[method-assign]
+
+
 def test_an_engine_that_was_slower_lets_its_sequence_go() -> None:
-    """Between Lookup and Allocate the other one has begun."""
     manager = Manager(40)
     one, two = LocalEngine(manager, owner=b"one"), LocalEngine(manager, owner=b"two")
     asked = two.ask(T(20), max_tokens=2)
-    lookup = two.cache.lookup
-
-    def overtaken(tokens: list[int], *, extra_keys: ExtraKeys) -> LookupResult:
-        result = lookup(tokens, extra_keys=extra_keys)
-        if not one.running:
-            one.ask(T(20), max_tokens=2)
-            one.turn()
-        return result
-
-    two.cache.lookup = overtaken  # type: ignore[method-assign]
-    two.turn()
+    with overtaken(two, by=one, prompt=T(20)):
+        two.turn()
     assert two.waiting and not two.running
     one.run()
     two.run()
@@ -263,23 +271,12 @@ def test_an_engine_that_was_slower_lets_its_sequence_go() -> None:
 
 
 def test_room_that_another_engine_took_is_waited_for() -> None:
-    """Between Lookup and Allocate."""
     manager = Manager(6)
     one, two = LocalEngine(manager, owner=b"one"), LocalEngine(manager, owner=b"two")
     asked = two.ask(T(9), max_tokens=2)
-    lookup = two.cache.lookup
-
-    def overtaken(tokens: list[int], *, extra_keys: ExtraKeys) -> LookupResult:
-        result = lookup(tokens, extra_keys=extra_keys)
-        if not one.running:
-            one.ask(A(16), max_tokens=2)
-            one.turn()
-        return result
-
-    two.cache.lookup = overtaken  # type: ignore[method-assign]
-    two.turn()
+    with overtaken(two, by=one, prompt=A(16)):
+        two.turn()
     assert two.waiting and not two.running
-    two.cache.lookup = lookup  # type: ignore[method-assign]
     one.run()
     two.run()
     assert asked.is_answered()

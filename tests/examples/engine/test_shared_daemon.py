@@ -15,18 +15,12 @@ from examples.engine.runner import TransformersRunner, TransformersTokenizer, lo
 from examples.engine.scheduler import Limits, Scheduler
 from prefixcache.client import Client
 from prefixcache.integrations.transformers import serve_flags
-from tests.examples.engine import tiny_model
 from tests.examples.engine.endpoint import BLOCK_SIZE, daemon_for
 from tests.examples.engine.held_engine import held_after
 from tests.examples.engine.tiny_model import plain_tokens
 from tests.support.program import serving
 
 MAX_TOKENS = 20
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model.save(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture(params=[True, False], ids=["attached", "rpc"])

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
-from triton.runtime import interpreter
 
 from prefixcache.attention.decode import decode
 from prefixcache.attention.device_batch import upload
@@ -19,10 +18,10 @@ from prefixcache.attention.prefill import prefill
 from prefixcache.attention.selection import Plan, Tiles
 from prefixcache.storage.kv_cache import KVCache
 from prefixcache.types import AttentionOptions
-from tests.attention.interpreter.paged.test_paged_attention_kernel import addresses
 from tests.attention.kernel_runs import run
 from tests.attention.paged_cases import DTYPES, OPTIONS, make_latent_case
 from tests.attention.test_large_pools import sparse_bytes
+from tests.support.kernel_memory import addresses, watched
 from tests.support.tolerances import assert_close, is_close
 
 # NaN out of -inf - -inf, or out of 0 * inf, shows even where it is dropped later.
@@ -161,30 +160,17 @@ def test_each_latent_is_read_once_a_tile_and_nothing_unused_is(
 ) -> None:
     """Each address of each load of the cache, and each store: one program has all the rows."""
     case = make_latent_case([70], [2], num_query_heads=8, latent_dim=20, rope_dim=12, block_size=3)
-    loads, written = list[int](), list[int]()
-    builder = interpreter.InterpreterBuilder
-    load, store = builder.create_masked_load, builder.create_masked_store
-
-    def masked_load(self, pointers, mask, *rest):
-        loads.extend(pointers.data[mask.data].tolist())
-        return load(self, pointers, mask, *rest)
-
-    def masked_store(self, pointers, value, mask, *rest):
-        written.extend(pointers.data[mask.data].tolist())
-        return store(self, pointers, value, mask, *rest)
-
-    monkeypatch.setattr(builder, "create_masked_load", masked_load)
-    monkeypatch.setattr(builder, "create_masked_store", masked_store)
+    accesses = watched(monkeypatch)
     plan = Plan(Tiles(16, 16, 4, 1), 8, num_splits, 16)
     out = torch.empty(2, 8, 20)
     launch(case.q, case.cache, upload(case.batch, case.q.device), case.options, plan, out)
 
-    assert len(set(written)) == len(written)  # no two programs race
+    assert len(set(accesses.written)) == len(accesses.written)  # no two programs race
     used = set[int]()
     for position in range(72):
         block, offset = case.tables[0][position // 3], position % 3
         used |= addresses(case.cache.keys[block, :, offset])
-    in_pool = [address for address in loads if address in addresses(case.cache.keys)]
+    in_pool = [address for address in accesses.read if address in addresses(case.cache.keys)]
     assert set(in_pool) == used
     last = addresses(case.cache.keys[case.tables[0][23], :, 2])
     assert len(in_pool) - len(used) == 8 * len(last)  # 80 rows of tiles for 72 tokens

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
-from triton.runtime import interpreter
 
 from prefixcache.attention import decode as decode_module
 from prefixcache.attention import prefill as prefill_module
@@ -21,6 +20,7 @@ from prefixcache.types import AttentionOptions
 from tests.attention.kernel_runs import run
 from tests.attention.paged_cases import DTYPES, STORED, Stored, make_case
 from tests.attention.test_large_pools import sparse_bytes
+from tests.support.kernel_memory import addresses, watched
 from tests.support.tolerances import assert_close, is_close
 
 # NaN out of -inf - -inf, or out of 0 * inf, shows even where it is dropped later.
@@ -143,15 +143,6 @@ def test_entries_past_a_sequences_last_block_are_never_read(tail: int) -> None:
     assert torch.equal(run(dirty, num_splits=2), run(case, num_splits=2))
 
 
-def addresses(tensor: torch.Tensor) -> set[int]:
-    """Where the elements of a view lie."""
-    index = torch.zeros(tensor.shape, dtype=torch.int64)
-    for dimension, stride in enumerate(tensor.stride()):
-        steps = torch.arange(tensor.shape[dimension]) * stride
-        index += steps.view(-1, *[1] * (tensor.ndim - dimension - 1))
-    return set((index * tensor.element_size() + tensor.data_ptr()).flatten().tolist())
-
-
 @pytest.mark.parametrize("stored", [Stored(), STORED[0]], ids=str)
 @pytest.mark.parametrize("window", [None, 6])
 @pytest.mark.parametrize("num_splits", [1, 2])
@@ -163,26 +154,13 @@ def test_what_is_used_is_read_and_nothing_else_and_outputs_are_written_once(
     case = make_case(
         CONTEXTS, QUERIES, head_dim=20, block_size=3, group=3, options=options, **stored
     )
-    read, written = set[int](), list[int]()
-    builder = interpreter.InterpreterBuilder
-    load, store = builder.create_masked_load, builder.create_masked_store
-
-    def masked_load(self, pointers, mask, *rest):
-        read.update(pointers.data[mask.data].tolist())
-        return load(self, pointers, mask, *rest)
-
-    def masked_store(self, pointers, value, mask, *rest):
-        written.extend(pointers.data[mask.data].tolist())
-        return store(self, pointers, value, mask, *rest)
-
-    monkeypatch.setattr(builder, "create_masked_load", masked_load)
-    monkeypatch.setattr(builder, "create_masked_store", masked_store)
+    accesses = watched(monkeypatch)
     plan = Plan(Tiles(16, 16, 1, 1), 3, num_splits, 16)
     batch, out = upload(case.batch, case.q.device), torch.empty_like(case.q)
     launch(case.q, case.cache, batch, case.options, plan, out)
 
-    outputs = set(written)
-    assert len(outputs) == len(written)  # no two programs race
+    outputs = set(accesses.written)
+    assert len(outputs) == len(accesses.written)  # no two programs race
     assert outputs >= addresses(out)
     assert num_splits > 1 or outputs == addresses(out)
     allowed = addresses(case.q) | addresses(batch.query_start)
@@ -199,7 +177,8 @@ def test_what_is_used_is_read_and_nothing_else_and_outputs_are_written_once(
             if case.cache.scales is not None:
                 allowed |= addresses(case.cache.scales.keys[block, :, offset])
                 allowed |= addresses(case.cache.scales.values[block, :, offset])
-    assert read - outputs == allowed  # the parts of a split are written and read again
+    # The parts of a split are written and read again.
+    assert set(accesses.read) - outputs == allowed
     assert not outputs & allowed
 
 

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
-from triton.runtime import interpreter
 
 from prefixcache.attention import paged_attention as paged_module
 from prefixcache.attention import selection
@@ -19,9 +18,9 @@ from prefixcache.attention.selection import Tiles, TreePlan
 from prefixcache.attention.tree_attention import launch_tree, upload_work
 from prefixcache.attention.tree_work import ItemLimits
 from prefixcache.types import AttentionOptions
-from tests.attention.interpreter.paged.test_paged_attention_kernel import addresses
 from tests.attention.paged_cases import DTYPES, OPTIONS, STORED, PagedCase, Stored, make_case
 from tests.attention.shared_cases import Sharing, share, sharings, with_sharing
+from tests.support.kernel_memory import addresses, watched
 from tests.support.tolerances import assert_close, is_close
 
 # NaN out of -inf - -inf, or out of 0 * inf, shows even where it is dropped later.
@@ -175,23 +174,10 @@ def test_of_the_pool_what_is_used_is_read_and_nothing_else(
 ) -> None:
     """And all outputs are written, none of them twice."""
     case = share(make_case(CONTEXTS, QUERIES, head_dim=20, block_size=3, group=3), TRIE)
-    read, written = set[int](), list[int]()
-    builder = interpreter.InterpreterBuilder
-    load, store = builder.create_masked_load, builder.create_masked_store
-
-    def masked_load(self, pointers, mask, *rest):
-        read.update(pointers.data[mask.data].tolist())
-        return load(self, pointers, mask, *rest)
-
-    def masked_store(self, pointers, value, mask, *rest):
-        written.extend(pointers.data[mask.data].tolist())
-        return store(self, pointers, value, mask, *rest)
-
-    monkeypatch.setattr(builder, "create_masked_load", masked_load)
-    monkeypatch.setattr(builder, "create_masked_store", masked_store)
+    accesses = watched(monkeypatch)
     out = run(case)
-    assert len(set(written)) == len(written)  # no two programs race
-    assert set(written) >= addresses(out)
+    assert len(set(accesses.written)) == len(accesses.written)  # no two programs race
+    assert set(accesses.written) >= addresses(out)
     used = set[int]()
     for row, num_tokens in enumerate(case.batch.seq_lens.tolist()):
         if QUERIES[row] > 0:
@@ -200,7 +186,7 @@ def test_of_the_pool_what_is_used_is_read_and_nothing_else(
                 used |= addresses(case.cache.keys[block, :, offset])
                 used |= addresses(case.cache.values[block, :, offset])
     pool = addresses(case.cache.keys) | addresses(case.cache.values)
-    assert read & pool == used
+    assert set(accesses.read) & pool == used
 
 
 def test_the_launcher_takes_it_where_blocks_are_shared_and_makes_the_work_list_once(
