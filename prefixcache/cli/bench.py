@@ -197,7 +197,7 @@ def access(rounds: NumRounds = None, quick: Quick = False, as_json: AsJson = Fal
 @app.command()
 def tensors(rounds: NumRounds = None, quick: Quick = False, as_json: AsJson = False) -> None:
     """Measure how tensors get to the daemon, by reference and in messages, beside memcpy."""
-    from prefixcache.server.lifecycle import prepare_torch
+    from prefixcache.server.configured_daemon import prepare_torch
 
     prepare_torch(None)
     from prefixcache.bench.measure import Rounds
@@ -228,7 +228,7 @@ def attention(
     On a GPU the kernels, else the CPU path: decode, prefill, sequences that share blocks (flat and
     as a tree), writes and copies of K/V; achieved TB/s and TFLOP/s beside the measured ceilings.
     """
-    from prefixcache.server.lifecycle import prepare_torch
+    from prefixcache.server.configured_daemon import prepare_torch
 
     prepare_torch(None)
     if tune:

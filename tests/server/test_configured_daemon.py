@@ -11,8 +11,8 @@ import pytest
 
 from prefixcache.errors import InvalidArgumentError
 from prefixcache.options import make_config
+from prefixcache.server.configured_daemon import make_daemon
 from prefixcache.server.daemon import Daemon
-from prefixcache.server.lifecycle import make_daemon
 from prefixcache.storage.layout import KVLayout, LatentLayout, Layout, Quantization
 
 HEADS = {"num_layers": 2, "num_kv_heads": 3, "head_dim": 8, "dtype": "bfloat16", "block_size": 4}
@@ -22,7 +22,7 @@ QUANTISED_TENSORS = {"kv_dtype": "int8", "kv_scales": "tensor"}
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The life cycle sets this one if nobody has."""
+    """`prepare_torch` sets this one if nobody has."""
     monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
 
 
