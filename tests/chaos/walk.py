@@ -263,8 +263,12 @@ class Walk:
             self._wrong(f"K/V of {held.sequence!r} are not those of its tokens")
 
     def _run_drafts(self, held: Held) -> list[int]:
-        """Run drafts over reserved slots, where the daemon has the K/V."""
-        if not held.lookahead or "Prefill" not in self.calls:
+        """Run drafts over reserved slots, where the daemon has the K/V.
+
+        Not after others that no Append has taken or rejected yet, for lack of room.
+        """
+        has_run = held.sequence.num_computed_tokens > len(held.tokens)
+        if has_run or not held.lookahead or "Prefill" not in self.calls:
             return []
         held.drafts = self._tokens(self._rng.randint(1, held.lookahead))
         self._compute(held, held.num_to_compute + len(held.drafts))
