@@ -264,8 +264,11 @@ def test_chunks_of_prompts_run_beside_single_tokens(
     assert made == [plain.greedy(tokens, NEW) for tokens in prompts()]
 
 
-def test_two_engines_compute_a_prompt_once(cached_model: MakeModel) -> None:
+def test_two_engines_compute_a_prompt_once(
+    cached_model: MakeModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In two threads, each with a client of its own."""
+    monkeypatch.setattr(generation, "_WAIT_PENDING_S", 60.0)  # however slow the other one is
     models = [tiny_model("llama"), tiny_model("llama")]
     plain = PlainModel(models[0])
     counters = [TokenCounter(model) for model in models]
