@@ -1,8 +1,9 @@
-"""Which way Triton goes in this process: its interpreter, or with `pytest -m gpu` its compiler.
+"""What holds in every process of the tests: how Hypothesis makes examples, and Triton's way.
 
-Triton decides where a function is decorated, that is when a module is imported, its own library
-included. So TRITON_INTERPRET is set from here, before any other file of the tests is loaded, until
-all tests are collected. While they run it is absent, and the launchers take the torch path on CPU;
+Triton runs in its interpreter, or with `pytest -m gpu` through its compiler. It decides that where
+a function is decorated, that is when a module is imported, its own library included. So
+TRITON_INTERPRET is set from here, before any other file of the tests is loaded, until all tests are
+collected. While they run it is absent, and the launchers take the torch path on CPU;
 `tests/attention/interpreter` sets it again.
 """
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 import os
 import signal
 
+import hypothesis
 import pytest
 
 from prefixcache.core.form import FORM
@@ -21,6 +23,16 @@ pytest.register_assert_rewrite("tests.core.machine", "tests.support")
 VARIABLE = "TRITON_INTERPRET"
 
 os.environ[VARIABLE] = "1"
+
+# The same examples in every run, however long the machine takes for one.
+hypothesis.settings.register_profile(
+    "tests",
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
+hypothesis.settings.load_profile("tests")
 
 # A shell starts its background jobs with SIGINT ignored, which the tested programs would inherit.
 signal.signal(signal.SIGINT, signal.default_int_handler)
