@@ -5,8 +5,32 @@ from typing import Any
 
 import pytest
 
+from prefixcache.client import aio, aio_keeper, peer_connection, sync, sync_keeper
 from tests.client.fake_daemon import FakeDaemon, fake_daemon
 from tests.client.twins import open_client
+from tests.support.waiting import WAIT_S
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a client waits for shortly, as it can do without: on a slow machine it may take longer.
+
+    A test for which it never comes takes `haste`.
+    """
+    _wait_for(WAIT_S, monkeypatch)
+    monkeypatch.setattr(peer_connection, "_TIMEOUT_S", WAIT_S)
+
+
+@pytest.fixture
+def haste(patience: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    _wait_for(1.0, monkeypatch)
+
+
+def _wait_for(seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    for client in (sync, aio):
+        monkeypatch.setattr(client, "FREE_TIMEOUT_S", seconds)
+    for keeper in (sync_keeper, aio_keeper):
+        monkeypatch.setattr(keeper, "FIRST_BEAT_WAIT_S", seconds)
 
 
 @pytest.fixture

@@ -30,6 +30,8 @@ from tests.client.fake_daemon import (
     info_reply,
 )
 from tests.client.twins import next_event, open_client
+from tests.support.arrivals import ends_too_early
+from tests.support.waiting import WAIT_S
 
 UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
 Q = np.ones((1, 2, 8), dtype=np.float32)
@@ -140,20 +142,21 @@ def test_messages_over_the_limit_of_the_client_are_refused_before_the_daemon(cli
 
 
 def test_a_call_ends_at_the_deadline_of_the_client(client_kind, fake):
-    fake.will("Lookup", HANG)
-    with open_client(client_kind, fake.target, timeout_s=5.0) as client:
+    fake.will("Lookup", HANG, HANG, HANG)
+    with open_client(client_kind, fake.target, timeout_s=50.0) as client:
         client.server_info()
         started = time.monotonic()
-        with pytest.raises(DeadlineExceededError):
-            client.lookup([1], timeout_s=0.2)
-        assert time.monotonic() - started < 4
+        ends_too_early(
+            lambda limit_s: client.lookup([1], timeout_s=limit_s), lambda: fake.requests["Lookup"]
+        )
+        assert time.monotonic() - started < 40
     (deadline,) = fake.deadlines_s["GetServerInfo"]
-    assert 3 < deadline < 5.5
-    assert fake.deadlines_s["Lookup"][0] < 1
+    assert 25 < deadline < 51
+    assert fake.deadlines_s["Lookup"][0] < 21
 
 
 def test_every_call_has_a_deadline_of_its_own_or_the_one_of_the_client(client_kind, fake):
-    with open_client(client_kind, fake.target, timeout_s=77.0) as client:
+    with open_client(client_kind, fake.target, timeout_s=100.0) as client:
         _call_everything(client, fake)
     # From a thread or task of its own, without a limit, as long as the session lives.
     fake.deadlines_s.pop("KeepAlive", None)
@@ -163,8 +166,8 @@ def test_every_call_has_a_deadline_of_its_own_or_the_one_of_the_client(client_ki
         (of_the_stream,) = fake.deadlines_s.pop(name)
         assert of_the_stream > 1e9
     (of_the_end,) = fake.deadlines_s.pop("CloseSession")
-    assert 0 < of_the_end < 2, "the daemon may be gone, and a client closes all the same"
-    assert all(60 < deadline < 78 for [deadline] in fake.deadlines_s.values())
+    assert 0 < of_the_end < WAIT_S + 1, "the daemon may be gone, and a client closes all the same"
+    assert all(WAIT_S + 10 < deadline < 101 for [deadline] in fake.deadlines_s.values())
 
 
 def test_repeats_count_towards_the_deadline(client_kind, fake):

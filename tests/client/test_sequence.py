@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import grpc
 import numpy as np
 import pytest
 
@@ -27,7 +28,7 @@ from prefixcache.types import (
     PromptEmbeds,
     ResultCode,
 )
-from tests.client.fake_daemon import HANG, allocated, info_reply
+from tests.client.fake_daemon import allocated, info_reply
 from tests.client.twins import open_client
 
 
@@ -170,11 +171,11 @@ def test_each_layer_goes_on_where_it_stands(fake, sequence):
 
 
 def test_an_attention_call_that_failed_starts_at_the_same_position_again(fake, sequence):
-    fake.will("Prefill", errors.SequenceBusyError(7), HANG)
+    fake.will("Prefill", errors.SequenceBusyError(7), grpc.StatusCode.DEADLINE_EXCEEDED)
     with pytest.raises(errors.SequenceBusyError):
         sequence.prefill(0, _q(2), _q(2), _q(2))
     with pytest.raises(DeadlineExceededError):
-        sequence.prefill(0, _q(2), _q(2), _q(2), timeout_s=0.2)
+        sequence.prefill(0, _q(2), _q(2), _q(2))
     sequence.prefill(0, _q(2), _q(2), _q(2))
     starts = [list(request.batch.start_positions) for request in fake.requests["Prefill"]]
     assert starts == [[8], [8], [8]]

@@ -37,11 +37,11 @@ from tests.client.fake_daemon import (
     allocated,
     info_reply,
 )
-from tests.client.twins import open_client
+from tests.client.twins import open_client, until_meanwhile
 from tests.support.daemon import RunningDaemon, running_daemon, sweeper
 from tests.support.invariants import check_invariants
 from tests.support.proxy import proxy_to
-from tests.support.waiting import until
+from tests.support.waiting import WAIT_S, until
 
 OTHER_BOOT = bytes(reversed(BOOT_ID))
 OTHER_ID = bytes(reversed(SESSION_ID))
@@ -112,9 +112,9 @@ def test_a_bad_argument_opens_no_session(client, fake):
 
 
 def test_a_session_that_was_opened_without_a_reply_is_asked_for_by_the_same_key(client, fake):
-    fake.will("OpenSession", HANG)
+    fake.will("OpenSession", grpc.StatusCode.DEADLINE_EXCEEDED)
     with pytest.raises(DeadlineExceededError):
-        client.sequence([1], timeout_s=0.2)
+        client.sequence([1])
     client.sequence([1])
     first, second = fake.requests["OpenSession"]
     assert first == second
@@ -142,37 +142,57 @@ def test_threads_that_begin_at_the_same_time_open_one_session(fake):
     assert len(fake.requests["OpenSession"]) == 1
 
 
+@contextmanager
+def opening_that_fails_later(fake: FakeDaemon) -> Iterator[threading.Event]:
+    """The first session gets an answer once the event is set: that the deadline has passed."""
+    fails = threading.Event()
+
+    def outcome(request: Any) -> Any:
+        assert fails.wait(WAIT_S)
+        return grpc.StatusCode.DEADLINE_EXCEEDED
+
+    fake.will("OpenSession", outcome)
+    try:
+        yield fails
+    finally:
+        fails.set()
+
+
 def test_a_thread_waits_for_anothers_opening_no_longer_than_its_own_timeout(fake):
-    fake.will("OpenSession", HANG)
-    with Client(fake.target) as client, ThreadPoolExecutor(1) as threads:
+    with (
+        Client(fake.target, timeout_s=WAIT_S) as client,
+        ThreadPoolExecutor(1) as threads,
+        opening_that_fails_later(fake) as fails,
+    ):
         client.server_info()
-        first = threads.submit(client.sequence, [1], timeout_s=3.0)
+        first = threads.submit(client.sequence, [1])
         until(lambda: fake.requests["OpenSession"])
         with pytest.raises(DeadlineExceededError, match=r"still opening its session after 0.1 s"):
             client.sequence([2], timeout_s=0.1)
         assert not first.done()
+        fails.set()
         with pytest.raises(DeadlineExceededError):
             first.result()
         client.sequence([3])
 
 
 def test_a_task_waits_for_anothers_opening_no_longer_than_its_own_timeout(fake):
-    fake.will("OpenSession", HANG)
-
-    async def main() -> None:
-        async with AsyncClient(fake.target) as client:
+    async def main(fails: threading.Event) -> None:
+        async with AsyncClient(fake.target, timeout_s=WAIT_S) as client:
             await client.server_info()
-            first = asyncio.ensure_future(client.sequence([1], timeout_s=3.0))
+            first = asyncio.ensure_future(client.sequence([1]))
             while not fake.requests["OpenSession"]:
                 await asyncio.sleep(0.01)
             with pytest.raises(DeadlineExceededError, match=r"still opening its session after 0.1"):
                 await client.sequence([2], timeout_s=0.1)
             assert not first.done()
+            fails.set()
             with pytest.raises(DeadlineExceededError):
                 await first
             await client.sequence([3])
 
-    asyncio.run(main())
+    with opening_that_fails_later(fake) as fails:
+        asyncio.run(main(fails))
 
 
 # ---- beats
@@ -186,7 +206,7 @@ def test_the_daemon_hears_of_a_session_before_there_is_a_sequence_in_it(client, 
 
 
 @pytest.mark.parametrize("beat", [HANG, InternalError("broken")], ids=["silent", "broken"])
-def test_a_first_beat_that_gets_no_answer_holds_nothing_up_for_long(client, fake, beat):
+def test_a_first_beat_that_gets_no_answer_holds_nothing_up_for_long(client, fake, haste, beat):
     fake.will("KeepAlive", beat)
     fake.will("Allocate", allocated(7))
     assert client.sequence([1]).sequence_id == 7
@@ -291,7 +311,7 @@ def test_no_call_on_a_sequence_travels_once_its_session_is_lost(client, fake, wa
     assert {n: len(c) for n, c in fake.requests.items() if n != "Lookup"} == before
 
 
-def test_a_daemon_of_another_boot_is_told_by_the_refusal(client, fake):
+def test_a_daemon_of_another_boot_is_told_by_the_refusal(client, fake, haste):
     fake.will("OpenSession", session(boot_id=OTHER_BOOT))
     fake.will("Allocate", allocated(7, blocks=(0,)))
     fake.will("KeepAlive", HANG)
@@ -366,10 +386,10 @@ def test_steps_of_a_lost_session_say_so(client_kind):
 
 
 def test_a_request_that_is_lost_with_its_session_is_not_asked_for(client, fake):
-    fake.will("Allocate", allocated(7), HANG)
+    fake.will("Allocate", allocated(7), grpc.StatusCode.DEADLINE_EXCEEDED)
     sequence = client.sequence([1])
     with pytest.raises(DeadlineExceededError):
-        client.sequence([1], timeout_s=0.2)
+        client.sequence([1])
     fake.will("Free", GONE)
     client.lookup([1])
     client.lookup([1])
@@ -404,11 +424,11 @@ def test_a_client_that_has_lost_its_session_closes_nothing(client_kind, fake):
 @pytest.mark.parametrize(
     "answer", [HANG, InternalError("broken"), GONE], ids=["none", "broken", "gone"]
 )
-def test_a_client_closes_whatever_the_daemon_says(client_kind, fake, answer):
+def test_a_client_closes_whatever_the_daemon_says(client_kind, fake, haste, answer):
     fake.will("CloseSession", answer)
     with open_client(client_kind, fake.target) as client:
         client.sequence([1])
-    assert len(fake.requests["CloseSession"]) == 1
+    until(lambda: len(fake.requests["CloseSession"]) == 1)
 
 
 def test_a_client_closes_while_the_daemon_is_gone(client_kind, fake):
@@ -422,7 +442,7 @@ def keepers() -> list[threading.Thread]:
 
 
 @pytest.mark.parametrize("beat", [None, HANG], ids=["idle", "waiting"])
-def test_no_thread_is_left_after_close(fake, beat):
+def test_no_thread_is_left_after_close(fake, haste, beat):
     if beat is not None:
         fake.will("KeepAlive", beat)
     for _ in range(3):
@@ -466,20 +486,22 @@ def test_what_a_forgotten_client_held_is_freed() -> None:
 
 
 def test_a_session_outlives_its_ttl_while_its_client_lives(client_kind):
+    now_s = [0.0]
     with (
-        running_daemon(CacheOptions(16, 4)) as running,
-        swept(running),
+        running_daemon(CacheOptions(16, 4), clock=lambda: now_s[0]) as running,
         open_client(client_kind, running.target, session_ttl_s=1.0, client_name="me") as client,
     ):
         sequence = client.sequence([1])
-        deadline = running.daemon.clock() + 2.5
 
-        def time_is_over() -> bool:
-            # The first call of an owner of no session: it renews nothing.
-            assert client.list_sessions()[0].client_name == "me"
-            return running.daemon.clock() > deadline
+        def num_beats() -> int:
+            return running.server.call_counts["KeepAlive"].read().durations.count
 
-        until(time_is_over)
+        for _ in range(4):
+            now_s[0] += 0.9
+            running.sweep()
+            before = num_beats()
+            # The first one may have begun before.
+            until_meanwhile(client, lambda before=before: num_beats() >= before + 2)
         assert sequence.append([2]).code is ResultCode.OK
         (info,) = client.list_sessions()
         assert (info.ttl_s, info.num_sequences, info.is_connected) == (1.0, 1, True)

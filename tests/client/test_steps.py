@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from prefixcache import AsyncClient, Client, Pending, Sequence, Step
+from prefixcache.client.channel import DEFAULT_TIMEOUT_S
 from prefixcache.errors import (
     CancelledCallError,
     DeadlineExceededError,
@@ -31,16 +32,24 @@ from prefixcache.rpc._pb import cache_pb2
 from prefixcache.server.daemon import CacheOptions, LimitOptions
 from prefixcache.types import CommitResult, ResultCode
 from tests.client.fake_daemon import END, HANG, allocated, fake_daemon
-from tests.client.twins import open_client
+from tests.client.twins import open_client, until_meanwhile
+from tests.support.arrivals import Arrivals
 from tests.support.daemon import RunningDaemon, running_daemon
 from tests.support.invariants import check_invariants
+from tests.support.waiting import WAIT_S, until
 
 OK, NOT_FOUND = ResultCode.OK, ResultCode.NOT_FOUND
 
 
 @pytest.fixture
-def running() -> Iterator[RunningDaemon]:
-    with running_daemon(CacheOptions(16, 4), limits=LimitOptions(max_step_streams=1)) as daemon:
+def arrivals() -> Arrivals:
+    return Arrivals()
+
+
+@pytest.fixture
+def running(arrivals: Arrivals) -> Iterator[RunningDaemon]:
+    limits = LimitOptions(max_step_streams=1)
+    with running_daemon(CacheOptions(16, 4), limits=limits, tracing=arrivals) as daemon:
         yield daemon
 
 
@@ -422,14 +431,16 @@ def test_steps_without_an_answer_fail_with_the_daemon(client_kind, tmp_path):
 
 def test_an_answer_that_is_late_breaks_the_stream(client, fake):
     with client.steps() as steps:
-        steps.run(steps.new_step(), timeout_s=20.0)
+        steps.run(steps.new_step(), timeout_s=WAIT_S)
         fake.will("Step", HANG)
         step = steps.new_step()
         pending, mine = step.sequence([1]), step.sequence([2], request_id="mine")
+        steps.send(step)
+        until_meanwhile(client, lambda: len(fake.requests["Step"]) == 2)
         started = time.monotonic()
         with pytest.raises(DeadlineExceededError):
-            steps.run(step, timeout_s=0.3)
-        assert time.monotonic() - started < 10
+            steps.wait(step, timeout_s=0.3)
+        assert time.monotonic() - started < DEFAULT_TIMEOUT_S / 2
         assert_failed_with(DeadlineExceededError, steps, pending, mine)
         # Another stream has nothing to do with it, and frees what this one may have made.
         with client.steps() as others:
@@ -442,17 +453,20 @@ def test_a_wait_has_the_time_limit_of_the_client(client_kind, fake):
     fake.will("Step", HANG)
     with (
         open_client(client_kind, fake.target, timeout_s=0.3) as client,
-        client.steps() as steps,
+        client.steps(timeout_s=WAIT_S) as steps,
         pytest.raises(DeadlineExceededError),
     ):
         steps.run(steps.new_step())
 
 
 def test_the_time_limit_of_a_wait_ends_with_the_wait(client, fake):
-    with client.steps() as steps:
-        steps.run(steps.new_step(), timeout_s=1.0)
-        time.sleep(1.3)
-        steps.run(steps.new_step())
+    for limit_s in (0.3, 3.0, 20.0):
+        with client.steps() as steps, suppress(DeadlineExceededError):
+            steps.run(steps.new_step(), timeout_s=limit_s)
+            time.sleep(limit_s + 0.3)
+            steps.run(steps.new_step())
+            return
+    raise AssertionError("the machine is too slow for this test")
 
 
 @pytest.mark.parametrize(
@@ -547,10 +561,7 @@ def test_a_stream_leaves_no_thread_behind(fake):
         broken = client.steps()
         with pytest.raises(UnavailableError):
             broken.run(broken.new_step())
-        deadline = time.monotonic() + 20
-        while any("step" in thread.name for thread in set(threading.enumerate()) - before):
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        until(lambda: not any("step" in one.name for one in set(threading.enumerate()) - before))
 
 
 # ---- answers that do not fit
@@ -587,7 +598,7 @@ def test_an_answer_that_lacks_a_call_fails_that_call(reply, client, fake):
 # ---- making the calls once more
 
 
-def test_calls_of_a_step_whose_answer_is_lost_are_answered_when_made_again(real, running):
+def test_calls_of_a_step_whose_answer_is_lost_are_answered_when_made_again(real, running, arrivals):
     sequences = running.daemon.sequences
     first = real.sequence(range(6))
     steps = real.steps()
@@ -597,11 +608,12 @@ def test_calls_of_a_step_whose_answer_is_lost_are_answered_when_made_again(real,
         step.append([first], [[6, 7, 8]]),
         step.sequence(range(4), request_id="mine"),
     ]
-    with sequences.lock, pytest.raises(DeadlineExceededError):
-        steps.run(step, timeout_s=0.3)
-    deadline = time.monotonic() + 20
-    while len(sequences.live) < 2 and time.monotonic() < deadline:
-        time.sleep(0.01)
+    with sequences.lock:
+        steps.send(step)
+        until_meanwhile(real, lambda: arrivals.num_by_rpc["Step"])
+        with pytest.raises(DeadlineExceededError):
+            steps.wait(step, timeout_s=0.3)
+    until(lambda: len(sequences.live) == 2)
     for one in pending:
         with pytest.raises(DeadlineExceededError):
             one.result()
@@ -609,6 +621,7 @@ def test_calls_of_a_step_whose_answer_is_lost_are_answered_when_made_again(real,
     steps.close()
     # The client's place is free once the daemon has seen it go.
     again = None
+    deadline = time.monotonic() + WAIT_S
     while again is None:
         assert time.monotonic() < deadline
         with real.steps() as others:
@@ -673,7 +686,7 @@ def test_a_wait_whose_client_is_closed_meanwhile_is_no_cancelled_task():
 def test_other_tasks_go_on_while_one_waits_for_a_step():
     async def main(fake: Any) -> None:
         async with AsyncClient(fake.target) as client, await client.steps() as steps:
-            waiting = asyncio.create_task(steps.run(steps.new_step(), timeout_s=5.0))
+            waiting = asyncio.create_task(steps.run(steps.new_step(), timeout_s=WAIT_S))
             while not fake.requests["Step"]:
                 await client.stats()
             await client.stats()

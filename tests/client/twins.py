@@ -13,6 +13,7 @@ from prefixcache.client.aio_events import AsyncEventStream
 from prefixcache.client.aio_sequence import OpeningSequence
 from prefixcache.client.aio_steps import AsyncStepStream
 from prefixcache.client.step import Pending, Step
+from tests.support.waiting import until
 
 _TO_WRAP = (AsyncSequence, AsyncStepStream, AsyncEventStream, Step, Pending)
 """Steps and results do no I/O; they take and give sequences."""
@@ -46,6 +47,10 @@ class Blocking:
     def __exit__(self, *error: Any) -> None:
         self._wait(lambda: self._subject.__aexit__(*error))
 
+    def pause(self) -> None:
+        """Its event loop runs for a moment."""
+        self._wait(lambda: asyncio.sleep(0.01))
+
     def _wait(self, start: Callable[[], Any]) -> Any:
         async def run() -> Any:
             result = start()
@@ -69,6 +74,11 @@ def _unwrapped(value: Any) -> Any:
     if isinstance(value, list):
         return [_unwrapped(entry) for entry in value]
     return value
+
+
+def until_meanwhile(client: Any, condition: Callable[[], object]) -> None:
+    """`until`, while the event loop of an async client runs."""
+    until(lambda: (isinstance(client, Blocking) and client.pause()) or condition())
 
 
 def next_event(stream: Any) -> Any:

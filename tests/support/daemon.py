@@ -22,6 +22,7 @@ from prefixcache.types import CacheUse, PoolAccess
 
 if TYPE_CHECKING:
     from prefixcache.server.tracing import Tracing
+    from tests.support.arrivals import Arrivals
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ def running_daemon(
     access: Access | None = None,
     clock: Callable[[], float] = time.monotonic,
     on_allocated: Callable[[Prompt, CacheUse, bool], None] | None = None,
-    tracing: Tracing | None = None,
+    tracing: Tracing | Arrivals | None = None,
     attach: PoolAccess = PoolAccess.NONE,
 ) -> Iterator[RunningDaemon]:
     """Nothing sweeps it but `RunningDaemon.sweep`. attach: what anybody may do with its memory."""
