@@ -341,7 +341,10 @@ class ResourceExhaustedError(PrefixCacheError):
 
 
 class NoRoomError(ResourceExhaustedError):
-    """quarantined: blocks that a stalled process may still write to; no field if there are none.
+    """referenced: where there are tenants, blocks that the caller's holds; the rest are others'.
+
+    quarantined: blocks that a stalled process may still write to; no field if there are none, nor
+    where there are tenants.
 
     holders: who holds most, in the fields `holder_1_name`, `holder_1_digest`, `holder_1_blocks`.
 

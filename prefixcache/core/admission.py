@@ -17,9 +17,9 @@ from prefixcache.core.growth import num_blocks_of
 from prefixcache.core.hashing import Chain
 from prefixcache.core.pending import PendingBlocks
 from prefixcache.core.pool import Pool
-from prefixcache.core.quota import check_quota, num_over_quota
+from prefixcache.core.quota import check_quota, no_room, num_over_quota
 from prefixcache.core.sequence import Prompt, Sequence, int32_array, uint32_array
-from prefixcache.errors import ExceedsPoolError, NoRoomError
+from prefixcache.errors import ExceedsPoolError
 from prefixcache.types import BlockIds, CacheUse, FullHit
 
 _native_begin_sequence: Callable[..., Sequence | None] | None = None
@@ -56,12 +56,7 @@ class Plan(NamedTuple):
             raise ExceedsPoolError("token_ids", self.num_blocks, pool.num_blocks)
         check_quota(pool, account, self.num_blocks, self.num_added)
         if self.num_needed > self.num_available:
-            raise NoRoomError(
-                self.num_needed,
-                self.num_available,
-                pool.num_referenced,
-                quarantined=pool.num_quarantined,
-            )
+            raise no_room(pool, account, self.num_needed, self.num_available)
 
 
 def num_usable_blocks(num_tokens: int, full_hit: FullHit, block_size: int) -> int:

@@ -17,11 +17,10 @@ from prefixcache.core.extra_keys import (
 )
 from prefixcache.core.hashing import BlockHashes, Chain, Hasher, hash_blocks
 from prefixcache.core.pool import Pool
-from prefixcache.core.quota import check_quota
+from prefixcache.core.quota import check_quota, no_room
 from prefixcache.core.sequence import AppendRow, Sequence, uint32_array
 from prefixcache.errors import (
     ExceedsPoolError,
-    NoRoomError,
     WrongPositionError,
 )
 from prefixcache.types import AppendResult, BlockCopy, BlockIds, ResultCode
@@ -188,7 +187,7 @@ def _check_room(pool: Pool, sequence: Sequence, num_blocks: int, needed: int) ->
     check_quota(pool, account, num_blocks, max(0, needed - returned))
     available = pool.num_available(account)
     if needed > available + returned:
-        raise NoRoomError(needed, available, pool.num_referenced, quarantined=pool.num_quarantined)
+        raise no_room(pool, account, needed, available)
 
 
 def _num_only_held_by_copy(pool: Pool, sequence: Sequence) -> int:

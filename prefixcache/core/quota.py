@@ -1,4 +1,4 @@
-"""Whether an account may hold more blocks. Changes nothing.
+"""Whether an account may hold more blocks, and what it is told of the rest. Changes nothing.
 
 The room for them is another matter, which `Pool.num_available` answers.
 """
@@ -6,7 +6,7 @@ The room for them is another matter, which `Pool.num_available` answers.
 from __future__ import annotations
 
 from prefixcache.core.pool import Pool
-from prefixcache.errors import QuotaExceededError
+from prefixcache.errors import NoRoomError, QuotaExceededError
 
 
 def num_over_quota(pool: Pool, account: int, num_blocks: int, num_added: int) -> int:
@@ -31,3 +31,12 @@ def check_quota(pool: Pool, account: int, num_blocks: int, num_added: int) -> No
         held, allowed = pool.num_held(account), pool.num_allowed(account)
         needed = num_blocks if num_blocks > allowed else num_added
         raise QuotaExceededError(needed, held, allowed)
+
+
+def no_room(pool: Pool, account: int, num_needed: int, num_available: int) -> NoRoomError:
+    """The refusal. With accounts it says what the account itself holds: the rest are others'."""
+    if pool.keeps_accounts:
+        return NoRoomError(num_needed, num_available, pool.num_held(account))
+    return NoRoomError(
+        num_needed, num_available, pool.num_referenced, quarantined=pool.num_quarantined
+    )

@@ -147,10 +147,14 @@ class ModelAccounts:
         self._check_limit(account, num_blocks, added)
         available = self.available(account, self._for_sharing(account, hits))
         if needed > available:
-            numbers = {"needed": needed, "free": available, "referenced": self._num_referenced()}
-            if self.num_quarantined():
-                numbers["quarantined"] = self.num_quarantined()
-            raise Refused("NoRoomError", **numbers)
+            raise Refused("NoRoomError", needed=needed, free=available, **self._taken(account))
+
+    def _taken(self, account: int) -> dict[str, int]:
+        """What a refused account is told of the blocks that are not free."""
+        if len(self.accounts) > 1:
+            return {"referenced": self.held(account)}
+        kept = {"quarantined": self.num_quarantined()} if self.num_quarantined() else {}
+        return {"referenced": self._num_referenced(), **kept}
 
     def num_quarantined(self) -> int:
         raise NotImplementedError
