@@ -35,13 +35,9 @@ _IDS_AT_ONCE = 64
 
 
 class Held(NamedTuple):
-    """Blocks in the tables of an owner's sequences; what they share counts once for each.
-
-    account: of its tenant, when its first sequence was made.
-    """
+    """Blocks in the tables of an owner's sequences; what they share counts once for each."""
 
     owner: bytes
-    account: int
     num_blocks: int
 
 
@@ -251,12 +247,13 @@ class LiveSequences:
                 found.extend(owner.sequences.values())
         return found
 
-    def table_lengths(self) -> Iterator[Held]:
-        """Of each owner, how many blocks the tables of its sequences have."""
+    def table_lengths(self, account: int) -> Iterator[Held]:
+        """Of each owner of an account, how many blocks the tables of its sequences have."""
         for owner, record in chain(self._owners.items(), self._session_owners.items()):
-            sequences = record.sequences.values()
-            tables = [len(sequence.block_table) for sequence in sequences]
-            yield Held(owner, record.account, sum(tables))
+            if record.account == account:
+                sequences = record.sequences.values()
+                tables = [len(sequence.block_table) for sequence in sequences]
+                yield Held(owner, sum(tables))
 
     def client_name(self, owner: bytes) -> str:
         """Of a live owner; empty for one without a session."""
