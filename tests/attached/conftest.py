@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.attached.served import Served, serve
+from tests.support.patience import peer_patience  # noqa: F401 - a fixture
 
 
 @pytest.fixture

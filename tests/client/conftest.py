@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 
-from prefixcache.client import aio, aio_keeper, peer_connection, sync, sync_keeper
+from prefixcache.client import aio, aio_keeper, sync, sync_keeper
 from tests.client.fake_daemon import FakeDaemon, fake_daemon
 from tests.client.twins import open_client
+from tests.support.patience import peer_patience  # noqa: F401 - a fixture
 from tests.support.waiting import WAIT_S
 
 
@@ -18,7 +19,6 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     A test for which it never comes takes `haste`.
     """
     _wait_for(WAIT_S, monkeypatch)
-    monkeypatch.setattr(peer_connection, "_TIMEOUT_S", WAIT_S)
 
 
 @pytest.fixture

@@ -102,7 +102,8 @@ def test_the_books_balance_after_many_threads_did_as_they_liked(stored: bool) ->
             for future in [threads.submit(hammer.run) for hammer in hammers]:
                 future.result()
         sequences = running.daemon.sequences
-        check_invariants(sequences)
+        with sequences.lock:
+            check_invariants(sequences)
         with connected(running.target) as stubs:
             for owner, used in zip(owners, shared, strict=True):
                 Peer(stubs, owner).free(*{sequence_id for sequence_id, _ in used})
@@ -111,7 +112,8 @@ def test_the_books_balance_after_many_threads_did_as_they_liked(stored: bool) ->
         assert stats.evictable + stats.blank == NUM_BLOCKS
         assert stats.evictable == stats.cached
         assert stats.requests > NUM_THREADS and stats.queries_tokens > 0
-        check_invariants(sequences)
+        with sequences.lock:
+            check_invariants(sequences)
 
 
 def test_the_books_balance_after_64_clients_of_one_prefix_left_as_they_liked() -> None:
@@ -155,7 +157,8 @@ def test_the_books_balance_after_64_clients_of_one_prefix_left_as_they_liked() -
         assert (stats.sessions, stats.sequences, stats.referenced, stats.quarantined) == (0,) * 4
         assert stats.evictable + stats.blank == stats.num_blocks
         assert 0 < stats.evictable == stats.cached < stats.num_blocks
-        check_invariants(sequences)
+        with sequences.lock:
+            check_invariants(sequences)
 
 
 def test_a_sequence_that_many_free_at_once_is_freed_once() -> None:
@@ -171,7 +174,8 @@ def test_a_sequence_that_many_free_at_once_is_freed_once() -> None:
                     *[cache_pb2.RESULT_CODE_NOT_FOUND] * (NUM_THREADS - 1),
                 ]
             assert stubs.stats().blank == NUM_BLOCKS
-        check_invariants(running.daemon.sequences)
+        with running.daemon.sequences.lock:
+            check_invariants(running.daemon.sequences)
 
 
 def test_calls_that_run_out_of_time_are_done_whole_or_not_at_all() -> None:
@@ -190,11 +194,13 @@ def test_calls_that_run_out_of_time_are_done_whole_or_not_at_all() -> None:
                 grpc.StatusCode.RESOURCE_EXHAUSTED,
             }
             num_held = stubs.stats().sequences
-        check_invariants(sequences)
+        with sequences.lock:
+            check_invariants(sequences)
         assert num_held >= codes.count(grpc.StatusCode.OK)
         assert sequences.expire() == num_held
         assert sequences.pool.num_blank == NUM_BLOCKS
-        check_invariants(sequences)
+        with sequences.lock:
+            check_invariants(sequences)
 
 
 def allocate_in(stubs: Stubs, timeout_s: float) -> grpc.StatusCode:
@@ -255,4 +261,5 @@ def test_a_call_whose_caller_gave_up_before_a_worker_was_free_changes_nothing() 
         # The only worker takes calls in turn: after this one, it is through with the other.
         stats = stubs.stats()
         assert (stats.requests, stats.sequences, stats.referenced) == (0, 0, 0)
-        check_invariants(sequences)
+        with sequences.lock:
+            check_invariants(sequences)

@@ -91,7 +91,7 @@ def serving(*collectors: object, request_timeout_s: float = REQUEST_TIMEOUT_S) -
 
 @pytest.fixture
 def served() -> Iterator[Served]:
-    with serving(Cups(3)) as served:
+    with serving(Cups(3), request_timeout_s=WAIT_S) as served:
         yield served
 
 

@@ -26,7 +26,7 @@ from prefixcache.storage.layout import KVLayout
 from tests.support.daemon import RunningDaemon, running_daemon
 from tests.support.invariants import check_invariants
 from tests.support.stubs import Peer, Refused, Stubs, connected, refusals
-from tests.support.waiting import until
+from tests.support.waiting import WAIT_S, until
 
 B = 16
 PROMPT = list(range(1, 2001))
@@ -47,11 +47,17 @@ class Scene:
     def num_waiting(self) -> int:
         return self.running.daemon.sequences.pending.num_waiters
 
-    def start(self, tokens: list[int], peer: Peer | None = None, **fields: Any) -> Any:
+    def start(
+        self,
+        tokens: list[int],
+        peer: Peer | None = None,
+        timeout_s: float = 2 * WAIT_S,
+        **fields: Any,
+    ) -> Any:
         owner = (peer or Peer(self.stubs)).owner
         fields = {"wait_pending_ms": LONG_MS} | fields
         request = cache_pb2.AllocateRequest(owner=owner, token_ids=tokens, **fields)
-        return self.stubs.start("Allocate", request)
+        return self.stubs.start("Allocate", request, timeout_s)
 
     def waiting(self, count: int, tokens: list[int], **fields: Any) -> list[tuple[Peer, Any]]:
         """So many more calls that wait."""
@@ -105,10 +111,10 @@ def test_ten_threads_compute_one_prompt_once(scene: Scene) -> None:
     allocated = threading.Barrier(2)
 
     def work(client: Client) -> int:
-        with client.sequence(PROMPT, wait_pending_s=30.0) as sequence:
+        with client.sequence(PROMPT, wait_pending_s=50.0) as sequence:
             num_cached = sequence.num_cached_tokens
             if num_cached == 0:
-                allocated.wait(20)
+                allocated.wait(WAIT_S)
                 sequence.commit(len(PROMPT))
             return num_cached
 
@@ -118,8 +124,8 @@ def test_ten_threads_compute_one_prompt_once(scene: Scene) -> None:
     ):
         counts = [threads.submit(work, client) for _ in range(10)]
         scene.until_waiting(9)
-        allocated.wait(20)
-        found = sorted(count.result(30) for count in counts)
+        allocated.wait(WAIT_S)
+        found = sorted(count.result(WAIT_S) for count in counts)
         stats = client.stats()
     assert found == [0] + [len(PROMPT) - 1] * (9)
     assert stats.prefill_tokens_computed == len(PROMPT)
@@ -135,7 +141,7 @@ with Client(sys.argv[1], timeout_s=60.0, client_name=sys.argv[2]) as client:
     client.server_info()
     print("ready", flush=True)
     sys.stdin.readline()
-    with client.sequence(tokens, wait_pending_s=30.0) as sequence:
+    with client.sequence(tokens, wait_pending_s=50.0) as sequence:
         cached = sequence.num_cached_tokens
         print(cached, flush=True)
         sys.stdin.readline()
@@ -183,6 +189,7 @@ def test_ten_processes_compute_one_prompt_once_also_if_the_first_is_killed(scene
         scene.until_waiting(9)
         (first,) = sequences.listings.sequences_after(0, 2)
         session = sequences.live.sessions.find(first.owner)
+        until(lambda: session.stream is not None)
         killed = processes.pop(int(session.client_name))
         killed.kill()
         until(lambda: session.stream is None)
@@ -200,10 +207,10 @@ def test_ten_threads_prefill_one_prompt_once() -> None:
     layout, gate = KVLayout(2, 1, 8, B, "float32"), threading.Barrier(2)
 
     def work(client: Client) -> int:
-        with client.sequence(PROMPT, wait_pending_s=30.0) as sequence:
+        with client.sequence(PROMPT, wait_pending_s=50.0) as sequence:
             num_cached = sequence.num_cached_tokens
             if num_cached == 0:
-                gate.wait(20)
+                gate.wait(WAIT_S)
             k = np.ones((len(PROMPT) - num_cached, 1, 8), dtype=np.float32)
             for start in range(0, len(k), 500):
                 for layer in range(layout.num_layers):
@@ -218,8 +225,8 @@ def test_ten_threads_prefill_one_prompt_once() -> None:
     ):
         counts = [threads.submit(work, client) for _ in range(10)]
         until(lambda: running.daemon.sequences.pending.num_waiters == 9)
-        gate.wait(20)
-        assert sorted(count.result(30) for count in counts) == [0] + [1999] * 9
+        gate.wait(WAIT_S)
+        assert sorted(count.result(WAIT_S) for count in counts) == [0] + [1999] * 9
         assert client.stats().prefill_tokens_computed == len(PROMPT) + 9
 
 
@@ -298,11 +305,10 @@ def test_a_caller_that_has_gone_leaves_nothing_behind(scene: Scene, how: str) ->
         for _, future in calls:
             future.cancel()
     else:
-        request = cache_pb2.AllocateRequest(
-            owner=bytes(16), token_ids=PROMPT, wait_pending_ms=LONG_MS
-        )
+        future = scene.start(PROMPT, timeout_s=2.0)
+        scene.until_waiting(1)
         with pytest.raises(Refused) as refused:
-            scene.stubs.call("Allocate", request, timeout_s=0.2)
+            scene.stubs.finish(future)
         assert refused.value.code is grpc.StatusCode.DEADLINE_EXCEEDED
     scene.until_waiting(0)
     first.commit(sequence_id, 0, len(PROMPT))

@@ -34,6 +34,7 @@ from prefixcache.types import NO_EXTRA_KEYS, CacheUse, ExtraKeys
 from tests.replay.cuts import cut_trace
 from tests.support.daemon import RunningDaemon, running_daemon
 from tests.support.scrape import read_scrape, scrape
+from tests.support.waiting import until
 
 
 @dataclass
@@ -262,6 +263,7 @@ def test_a_disk_that_does_not_answer_keeps_nobody_from_stopping(
     recorder.close()
     assert path.read_text() == ""
     answers.set()
+    until(lambda: not any(one.name == "recorder" for one in threading.enumerate()))
     recorder.close()
     assert len(read_trace(path).requests) == 2
 

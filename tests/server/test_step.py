@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -35,6 +34,7 @@ from tests.support.stubs import (
     read_append,
     refusals,
 )
+from tests.support.waiting import until
 
 OK, NOT_FOUND = cache_pb2.RESULT_CODE_OK, cache_pb2.RESULT_CODE_NOT_FOUND
 StepRequest = cache_pb2.StepRequest
@@ -453,8 +453,11 @@ def cancel(target: str) -> None:
 
 def be_late(target: str) -> None:
     with connected(target) as stubs, stubs.steps(timeout_s=0.5) as steps:
-        steps.run(StepRequest())
-        assert steps.ended().code is grpc.StatusCode.DEADLINE_EXCEEDED
+        steps.send(StepRequest())
+        with pytest.raises(Refused) as caught:
+            while True:
+                steps.receive()  # An answer, if it comes in time.
+        assert caught.value.code is grpc.StatusCode.DEADLINE_EXCEEDED
 
 
 @pytest.mark.parametrize("leave", [vanish, cancel, be_late])
@@ -478,13 +481,6 @@ def test_a_stream_that_goes_while_its_step_is_done_gives_its_place_back(
         assert places(stubs) == MAX_STREAMS - 1
         gate.release()
     until(lambda: places(stubs) == MAX_STREAMS)
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_open_streams_keep_no_call_waiting() -> None:

@@ -23,6 +23,7 @@ from prefixcache.types import ExtraKeys
 from tests.support.collector import Collector, attributes_of, collecting, collecting_over_http
 from tests.support.daemon import RunningDaemon, running_daemon
 from tests.support.stubs import Peer, connected
+from tests.support.waiting import until
 
 SERVICE = "prefixcache.v1.PrefixCacheService"
 LAYOUT = KVLayout(1, 1, 8, 4, "float32")
@@ -89,7 +90,8 @@ def test_cached_tokens_are_counted_in_calls_and_steps(
         request = cache_pb2.AllocateRequest(owner=peer.owner, token_ids=range(9))
         with stubs.steps() as steps:
             steps.run(cache_pb2.StepRequest(allocates=[request, request]))
-        tracing.flush()
+        # The span of a step ends once its answer has left.
+        until(lambda: tracing.flush() or collector.named("Step"))
     for name, queried, cached in (("Lookup", 9, 8), ("Step", 18, 16)):
         attributes = attributes_of(collector.named(name)[0])
         assert attributes["prefixcache.queried_tokens"] == queried
@@ -252,6 +254,7 @@ def test_over_http_spans_come_to_the_path_of_traces() -> None:
                 connected(running.target) as stubs,
             ):
                 stubs.lookup(range(5))
+            tracing.flush()
             tracing.close()
     assert len(collector.named(f"{SERVICE}/Lookup")) == 2
 
@@ -266,6 +269,7 @@ def test_the_environment_names_the_service(
         connected(running.target) as stubs,
     ):
         stubs.lookup(range(5))
+    tracing.flush()
     tracing.close()
     assert collector.resources[0]["service.name"] == "another name"
 

@@ -22,7 +22,7 @@ from prefixcache.rpc import wire
 from prefixcache.rpc._pb import admin_pb2, attention_pb2, cache_pb2
 from prefixcache.types import PLAIN_ATTENTION, AttentionOptions
 
-TIMEOUT_S = 30.0
+TIMEOUT_S = 60.0
 """Far above what any call takes: a test that hangs fails instead."""
 
 METHODS = {method.name: method for method in wire.methods() if not method.is_stream}
@@ -94,9 +94,9 @@ class Stubs:
         except grpc.RpcError as error:
             raise Refused(error) from error
 
-    def start(self, name: str, request: Message | bytes) -> Any:
+    def start(self, name: str, request: Message | bytes, timeout_s: float = TIMEOUT_S) -> Any:
         """Begin a call and return its future at once; `finish` it."""
-        return self._calls[name].future(request, timeout=TIMEOUT_S)
+        return self._calls[name].future(request, timeout=timeout_s)
 
     def finish(self, future: Any) -> Any:
         try:

@@ -1,0 +1,1 @@
+from tests.support.patience import peer_patience  # noqa: F401 - a fixture
