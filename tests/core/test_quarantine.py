@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
+from prefixcache.core.hashing import HashAlgorithm
 from prefixcache.core.sessions import SessionLimits
-from prefixcache.errors import NoRoomError, SessionNotFoundError
+from prefixcache.errors import NoRoomError, QuotaExceededError, SessionNotFoundError
 from prefixcache.types import CacheUse, ResultCode
 from tests.core.manager import ONE, A, Held, Manager, T, U, refused, room
 from tests.support.invariants import check_invariants
@@ -18,8 +21,8 @@ PROCESS, OTHER = 7, 8
 class Writers(Manager):
     """Blocks of 4 tokens."""
 
-    def __init__(self, num_blocks: int = 16, num_layers: int = 1) -> None:
-        super().__init__(num_blocks, num_layers=num_layers, session_limits=LIMITS)
+    def __init__(self, num_blocks: int = 16, num_layers: int = 1, **options: Any) -> None:
+        super().__init__(num_blocks, num_layers=num_layers, session_limits=LIMITS, **options)
         self.session = self.attached(PROCESS)
 
     def attached(self, *attachments: int) -> bytes:
@@ -380,3 +383,76 @@ def test_accounts_that_are_kept_from_now_on_know_of_kept_blocks() -> None:
     assert manager.pool.account(0).held == 2
     manager.process_ends()
     assert manager.pool.account(0).held == 0
+
+
+# ---- with quotas
+
+
+@pytest.mark.parametrize("verify_hits", [False, True])
+def test_a_tenant_that_dies_and_comes_back_gets_nothing_beyond_its_own(verify_hits: bool) -> None:
+    """Of 16 blocks 6 are guaranteed to the other; this one may have 8. Its processes live on."""
+    manager = Writers(verify_hits=verify_hits)
+    manager.pool.set_account(0, 0, 0, None)
+    manager.pool.set_account(1, 1, 2, 8)
+    manager.pool.set_account(2, 2, 6, None)
+    for process in (PROCESS, OTHER, 9):
+        manager.session = manager.attached(process)
+        free = 8 - manager.pool.num_held(1)
+        for _ in range(free // 3):
+            manager.held(T(12), account=1)
+        refused(manager, QuotaExceededError, lambda: manager.held(T(12), account=1))
+        manager.lose()
+        assert manager.pool.num_held(1) == len(manager.quarantined) <= 8
+        assert manager.pool.num_available(2) >= 6
+    assert len(manager.quarantined) == 6
+    held = manager.allocate(U(24), account=2)
+    assert len(held.table) == 6
+    assert not set(held.table) & set(manager.quarantined)
+    assert [manager.process_ends(process) for process in (PROCESS, OTHER, 9)] == [6, 0, 0]
+    manager.session = manager.attached(10)
+    assert len(manager.held(T(32), account=1).table) == 8
+
+
+def test_kept_blocks_that_a_lowered_limit_no_longer_admits_stay_and_no_more_are_given() -> None:
+    manager = Writers()
+    manager.pool.set_account(0, 0, 0, None)
+    manager.pool.set_account(1, 1, 0, 8)
+    manager.held(T(24), account=1)
+    manager.lose()
+    manager.pool.set_account(1, 1, 0, 4)
+    manager.session = manager.attached(OTHER)
+    refused(manager, QuotaExceededError, lambda: manager.held(T(1), account=1))
+    assert manager.process_ends() == 6
+    assert len(manager.held(T(16), account=1).table) == 4
+
+
+def test_a_refused_tenant_is_told_of_its_own_kept_blocks_only() -> None:
+    manager = Writers()
+    manager.pool.set_account(0, 0, 0, None)
+    for account in (1, 2):
+        manager.pool.set_account(account, account, 8, None)
+    manager.held(T(32), account=1)
+    manager.lose()
+    manager.session = manager.attached(OTHER)
+    manager.held(U(8), account=2)
+    with pytest.raises(NoRoomError) as theirs:
+        manager.held(U(32), account=2)
+    assert theirs.value.fields.keys() & {"referenced", "quarantined"} == {"referenced"}
+    assert (theirs.value.fields["free"], theirs.value.fields["referenced"]) == (6, 2)
+    with pytest.raises(NoRoomError) as own:
+        manager.held(T(4), account=1)
+    assert (own.value.fields["free"], own.value.fields["referenced"]) == (0, 8)
+
+
+def test_a_hit_is_verified_also_where_a_writer_was_lost_in_the_middle() -> None:
+    """All hashes collide: what stands in the index is the lost one's first block, or nothing."""
+    algorithm = HashAlgorithm("collides", 32, lambda data: bytes(32), True, False)
+    manager = Writers(verify_hits=True, algorithm=algorithm)
+    manager.held(T(12), 4)
+    manager.lose()
+    assert manager.hit(T(9)) == 4, "its first block, which was committed"
+    assert manager.hit(U(9)) == 0
+    manager.fill(U(8))
+    assert manager.hit(U(9)) == 0, "the hash is taken by other content"
+    manager.process_ends()
+    assert manager.hit(T(9)) == 4

@@ -264,6 +264,7 @@ WRITERS_MACHINES = (
     NoStorageMachine,
     TwoBitMachine,
     TenantsMachine,
+    CollidingTenantsMachine,
     WatchedTenantsMachine,
 )
 
