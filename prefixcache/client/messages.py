@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import numpy.typing as npt
 
 from prefixcache.client.columns import uint32, uint32_column
+from prefixcache.client.prompt_request import PromptRequest
 from prefixcache.client.results import SequenceInfo, SequencePage, ServerInfo
 from prefixcache.core.stats import CallStats, PoolStats, TenantStats
 from prefixcache.errors import InvalidArgumentError
 from prefixcache.rpc.codec import extra_keys_to_wire, layout_from_wire
-from prefixcache.rpc.wire import column32, twin
+from prefixcache.rpc.wire import twin
 from prefixcache.types import (
     CacheUse,
     Explanation,
@@ -41,7 +42,9 @@ ResultT = TypeVar("ResultT")
 
 @dataclass(frozen=True, slots=True)
 class Call(Generic[ResultT]):
-    """One RPC: its name, its twin request, and what becomes of the twin reply.
+    """One RPC: its name, its request, and what becomes of the reply, a twin.
+
+    request: a twin, or a `PromptRequest`.
 
     `read` is called once, with the reply of a call that succeeded; it may advance the sequences
     that the call is about.
@@ -128,8 +131,9 @@ def lookup(
     full_hit: FullHit,
     want_hashes: bool,
 ) -> Call[LookupResult]:
-    request = twin("LookupRequest")(
-        token_ids=column32(uint32_column(tokens, "token_ids")),
+    request = PromptRequest(
+        "LookupRequest",
+        uint32_column(tokens, "token_ids"),
         extra_keys=extra_keys_message(extra_keys),
         num_lookahead_tokens=uint32(num_lookahead_tokens, "num_lookahead_tokens"),
         full_hit=full_hit,
@@ -156,8 +160,9 @@ def explain(
     cache_use: CacheUse,
     tenant: str,
 ) -> Call[Explanation]:
-    request = twin("ExplainRequest")(
-        token_ids=column32(uint32_column(tokens, "token_ids")),
+    request = PromptRequest(
+        "ExplainRequest",
+        uint32_column(tokens, "token_ids"),
         extra_keys=extra_keys_message(extra_keys),
         full_hit=full_hit,
         cache_use=cache_use,

@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from prefixcache.client.columns import uint32, uint32_column, uint32_rows
 from prefixcache.client.messages import Call, extra_keys_message, new_request_id
+from prefixcache.client.prompt_request import PromptRequest
 from prefixcache.client.results import ServerInfo
 from prefixcache.client.row_errors import result_codes, row_error
 from prefixcache.client.sequence_state import SequenceState
@@ -58,12 +59,15 @@ def allocate(
     timeout_s: of the call, which must leave the wait time to end.
     """
     column = uint32_column(tokens, "token_ids")
-    request = twin("AllocateRequest")(
+    num_lookahead_tokens = uint32(num_lookahead_tokens, "num_lookahead_tokens")
+    own_id = "" if request_id else new_request_id()
+    request = PromptRequest(
+        "AllocateRequest",
+        column,
         owner=owner,
-        request_id=request_id or new_request_id(),
-        token_ids=column32(column),
+        request_id=request_id or own_id,
         extra_keys=extra_keys_message(extra_keys),
-        num_lookahead_tokens=uint32(num_lookahead_tokens, "num_lookahead_tokens"),
+        num_lookahead_tokens=num_lookahead_tokens,
         cache_use=cache_use,
         full_hit=full_hit,
         layout_fingerprint=info.fingerprint,
@@ -78,7 +82,7 @@ def allocate(
             num_cached_tokens=reply.num_cached_tokens,
             num_cached_blocks=reply.num_cached_blocks,
             num_pending_tokens=reply.num_pending_tokens,
-            num_lookahead_tokens=request.num_lookahead_tokens,
+            num_lookahead_tokens=num_lookahead_tokens,
             block_table=array("i", read_column32(reply.block_ids).astype(np.int32).tobytes()),
             block_size=info.block_size,
             num_layers=info.layout.num_layers if info.layout else 1,
@@ -86,7 +90,7 @@ def allocate(
 
     # With a request id of the caller's, a repeat may be on its way, and would be given the same
     # sequence.
-    return Call("Allocate", request, read, () if request_id else (request.request_id,))
+    return Call("Allocate", request, read, (own_id,) if own_id else ())
 
 
 def _wait_ms(wait_s: float, timeout_s: float) -> int:

@@ -6,6 +6,7 @@ No I/O, and no order among steps: that is `unanswered_steps`'. A step belongs to
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence, Set
+from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
 import numpy.typing as npt
@@ -166,7 +167,8 @@ class Step(Generic[SequenceT]):
             resumed=resumed,
             request_id=request_id,
         )
-        pending = Pending(call, self._make_sequence)
+        # With a copy of the tokens, as it may be long until the step is sent.
+        pending = Pending(replace(call, request=call.request.whole()), self._make_sequence)
         self._allocates.append(pending)
         return pending
 

@@ -113,7 +113,8 @@ class Client:
     `sequence` or `fork` may have made then are freed ahead of a later call and in `close`, unless
     the caller named them with a request id.
 
-    tokens: integers of 0 to 2^32 - 1 in a list, a numpy array or a torch tensor.
+    tokens: integers of 0 to 2^32 - 1 in a list, a numpy array or a torch tensor. Those of a prompt
+    must not be changed until the call has returned.
     """
 
     def __init__(

@@ -40,15 +40,17 @@ class LossyLink:
         self._rng = rng
         self._late: list[Callable[[], Any]] = []
 
-    def unary_unary(self, path: str, **serializers: Any) -> Callable[..., Any]:
-        call = self._channel.unary_unary(path, **serializers)
+    def unary_unary(
+        self, path: str, request_serializer: Callable[[Any], bytes], **options: Any
+    ) -> Callable[..., Any]:
+        call = self._channel.unary_unary(path, **options)
         name = path.rpartition("/")[2]
 
         def send(request: Any, timeout: float | None = None, metadata: Any = None) -> Any:
+            data = request_serializer(request)
             if name in UNTOUCHED or not self.is_lossy:
-                return call(request, timeout=timeout, metadata=metadata)
-            copy = type(request).FromString(request.SerializeToString())
-            return self._send(lambda: call(copy, timeout=30.0, metadata=metadata))
+                return call(data, timeout=timeout, metadata=metadata)
+            return self._send(lambda: call(data, timeout=30.0, metadata=metadata))
 
         return send
 

@@ -139,7 +139,9 @@ def test_the_bad_value_and_the_limit_are_named():
 @pytest.mark.parametrize(
     "make", [np.ndarray.tolist, np.copy, lambda t: torch.from_numpy(t.astype("i8"))]
 )
-def test_a_request_has_the_bytes_of_the_declared_message(client, fake, num_tokens, make):
+def test_a_request_has_the_fields_of_the_declared_message_and_as_many_bytes(
+    client, fake, num_tokens, make
+):
     tokens = np.random.default_rng(num_tokens).integers(0, 2**32, num_tokens, dtype=np.uint32)
     fake.will("Allocate", cache_pb2.AllocateResponse(sequence_id=7, block_ids=[1]))
     client.lookup(make(tokens))
@@ -169,7 +171,9 @@ def test_a_request_has_the_bytes_of_the_declared_message(client, fake, num_token
         token_ids=ids,
     )
     for name, message in (("Lookup", lookup), ("Allocate", allocate), ("Append", append)):
-        assert fake.raw[name] == [message.SerializeToString(deterministic=True)], name
+        (raw,) = fake.raw[name]
+        assert type(message).FromString(raw) == message, name
+        assert len(raw) == message.ByteSize(), name
 
 
 @pytest.mark.parametrize(
