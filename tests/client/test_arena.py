@@ -28,8 +28,8 @@ from prefixcache.client.tensors import HostView
 from prefixcache.errors import (
     DeadlineExceededError,
     InvalidArgumentError,
-    PrefixCacheError,
     SequenceBusyError,
+    SessionLostError,
     UnavailableError,
 )
 from prefixcache.rpc.peer_protocol import PeerMessage
@@ -42,7 +42,7 @@ from prefixcache.server.peer_tickets import PeerTickets
 from prefixcache.server.rpc_server import RpcServer
 from prefixcache.storage.layout import KVLayout
 from prefixcache.types import CacheUse
-from tests.client.twins import open_client
+from tests.client.twins import once_it_is_back, open_client
 from tests.support.bearer import hash_of
 from tests.support.daemon import running_daemon
 from tests.support.gate import Gate, held
@@ -395,8 +395,8 @@ def test_after_a_restart_of_the_daemon_another_arena_is_registered(
         with new_sequence(client) as lost:
             served.close()
             served.start()
-            with pytest.raises(PrefixCacheError):
-                lost.prefill(0, *tensors())
+            with pytest.raises(SessionLostError):
+                once_it_is_back(lambda: lost.prefill(0, *tensors()))
         assert torch.equal(prefilled(client), wanted)
         assert served.num_arenas == 1
     assert by_reference == [True, True]

@@ -14,7 +14,7 @@ from prefixcache.server.daemon import CacheOptions
 from tests.support.arrivals import Arrivals
 from tests.support.daemon import RunningDaemon, running_daemon
 from tests.support.invariants import check_invariants
-from tests.support.waiting import WAIT_S
+from tests.support.waiting import until_async
 
 PROMPT = list(range(10))
 
@@ -41,27 +41,21 @@ def served() -> Iterator[Served]:
         yield Served(running, arrivals)
 
 
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(WAIT_S):
-        while not condition():
-            await asyncio.sleep(0.01)
-
-
 async def cancel_while_the_daemon_works(served: Served, coroutine: Awaitable[Any]) -> None:
     """Cancel once the daemon has the request, which it answers afterwards."""
-    await until(lambda: not served.num_unanswered())
+    await until_async(lambda: not served.num_unanswered())
     with served.sequences.lock:
         task = asyncio.ensure_future(coroutine)
-        await until(served.num_unanswered)
+        await until_async(served.num_unanswered)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-    await until(lambda: not served.num_unanswered())
+    await until_async(lambda: not served.num_unanswered())
 
 
 async def until_free(served: Served) -> None:
     sequences = served.sequences
-    await until(lambda: not len(sequences.live))
+    await until_async(lambda: not len(sequences.live))
     with sequences.lock:
         assert len(sequences.live) == 0
         assert sequences.pool.num_referenced == 0

@@ -29,7 +29,7 @@ from tests.client.fake_daemon import (
     fake_daemon,
     info_reply,
 )
-from tests.client.twins import next_event, open_client
+from tests.client.twins import next_event, once_it_is_back, open_client
 from tests.support.arrivals import ends_too_early
 from tests.support.waiting import WAIT_S
 
@@ -311,5 +311,5 @@ def test_a_client_outlives_a_restart_of_the_daemon(client_kind, tmp_path):
         with pytest.raises(UnavailableError):
             client.reset_cache()
         with fake_daemon(address) as second:
-            client.stats()
+            once_it_is_back(client.stats)
         assert len(second.requests["GetStats"]) == 1

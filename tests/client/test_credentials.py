@@ -30,7 +30,7 @@ from prefixcache.server.peer_socket import PeerSocket, peer_socket_path
 from prefixcache.server.peer_tickets import PeerTickets
 from prefixcache.server.rpc_server import RpcServer
 from prefixcache.server.tls import ServerTls, TlsFiles
-from tests.client.twins import open_client
+from tests.client.twins import once_it_is_back, open_client
 from tests.support.bearer import hash_of
 from tests.support.certificates import Authority, Pair
 from tests.support.waiting import until
@@ -182,7 +182,7 @@ def test_after_a_restart_a_client_gets_a_new_ticket(guard: Guard, kind: str) -> 
         guarded.close()
         guarded.start()
         with pytest.raises(SessionLostError):
-            sequence.append([4])
+            once_it_is_back(lambda: sequence.append([4]))
         use(client)
         assert guarded.num_tickets == 1
 

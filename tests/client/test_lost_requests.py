@@ -24,7 +24,7 @@ from tests.client.twins import open_client
 from tests.support.arrivals import Arrivals, ends_too_early
 from tests.support.daemon import RunningDaemon, running_daemon
 from tests.support.invariants import check_invariants
-from tests.support.waiting import WAIT_S, until
+from tests.support.waiting import WAIT_S, until, until_async
 
 PROMPT = list(range(10))
 TOO_LATE = grpc.StatusCode.DEADLINE_EXCEEDED
@@ -215,14 +215,12 @@ def test_what_a_cancelled_task_leaves_behind_is_kept_until_a_free_succeeds(fake)
             fake.will("Allocate", allocate)
             fake.will("Free", InternalError("broken"))
             task = asyncio.ensure_future(open_one(client))
-            while not fake.requests["Allocate"]:
-                await asyncio.sleep(0.01)
+            await until_async(lambda: fake.requests["Allocate"])
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
             answered.set()
-            while not fake.requests["Free"]:
-                await asyncio.sleep(0.01)
+            await until_async(lambda: fake.requests["Free"])
             await client.lookup([1])
 
     async def open_one(client: AsyncClient) -> None:

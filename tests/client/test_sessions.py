@@ -41,7 +41,7 @@ from tests.client.twins import open_client, until_meanwhile
 from tests.support.daemon import RunningDaemon, running_daemon, sweeper
 from tests.support.invariants import check_invariants
 from tests.support.proxy import proxy_to
-from tests.support.waiting import WAIT_S, until
+from tests.support.waiting import WAIT_S, until, until_async
 
 OTHER_BOOT = bytes(reversed(BOOT_ID))
 OTHER_ID = bytes(reversed(SESSION_ID))
@@ -181,8 +181,7 @@ def test_a_task_waits_for_anothers_opening_no_longer_than_its_own_timeout(fake):
         async with AsyncClient(fake.target, timeout_s=WAIT_S) as client:
             await client.server_info()
             first = asyncio.ensure_future(client.sequence([1]))
-            while not fake.requests["OpenSession"]:
-                await asyncio.sleep(0.01)
+            await until_async(lambda: fake.requests["OpenSession"])
             with pytest.raises(DeadlineExceededError, match=r"still opening its session after 0.1"):
                 await client.sequence([2], timeout_s=0.1)
             assert not first.done()

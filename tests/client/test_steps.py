@@ -32,11 +32,11 @@ from prefixcache.rpc._pb import cache_pb2
 from prefixcache.server.daemon import CacheOptions, LimitOptions
 from prefixcache.types import CommitResult, ResultCode
 from tests.client.fake_daemon import END, HANG, allocated, fake_daemon
-from tests.client.twins import open_client, until_meanwhile
+from tests.client.twins import once_it_is_back, open_client, until_meanwhile
 from tests.support.arrivals import Arrivals
 from tests.support.daemon import RunningDaemon, running_daemon
 from tests.support.invariants import check_invariants
-from tests.support.waiting import WAIT_S, until
+from tests.support.waiting import WAIT_S, until, until_async
 
 OK, NOT_FOUND = ResultCode.OK, ResultCode.NOT_FOUND
 
@@ -424,7 +424,7 @@ def test_steps_without_an_answer_fail_with_the_daemon(client_kind, tmp_path):
             requests = fake.requests["Step"]
             assert len(requests) == 2
         with fake_daemon(address) as second:
-            client.stats()
+            once_it_is_back(client.stats)
             lost = lost_of(second)
             assert lost[0] == names_in(requests[1])[0] and len(set(lost)) == 2
 
@@ -520,7 +520,7 @@ def test_a_daemon_that_is_not_there_breaks_the_stream(client_kind, tmp_path):
         with pytest.raises(UnavailableError):
             client.steps()
         with fake_daemon(address):
-            client.stats()
+            once_it_is_back(client.stats)
         with client.steps() as steps, pytest.raises(UnavailableError):
             steps.run(steps.new_step())
 
@@ -650,8 +650,7 @@ def test_a_task_that_is_cancelled_breaks_its_stream():
             step = steps.new_step()
             pending = step.sequence([1])
             waiting = asyncio.create_task(steps.run(step))
-            while not fake.requests["Step"]:
-                await asyncio.sleep(0.01)
+            await until_async(lambda: fake.requests["Step"])
             waiting.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await waiting
@@ -671,8 +670,7 @@ def test_a_wait_whose_client_is_closed_meanwhile_is_no_cancelled_task():
         client = AsyncClient(fake.target)
         steps = await client.steps()
         waiting = asyncio.create_task(steps.run(steps.new_step()))
-        while not fake.requests["Step"]:
-            await asyncio.sleep(0.01)
+        await until_async(lambda: fake.requests["Step"])
         await client.close()
         with pytest.raises(CancelledCallError):
             await waiting
@@ -687,8 +685,7 @@ def test_other_tasks_go_on_while_one_waits_for_a_step():
     async def main(fake: Any) -> None:
         async with AsyncClient(fake.target) as client, await client.steps() as steps:
             waiting = asyncio.create_task(steps.run(steps.new_step(), timeout_s=WAIT_S))
-            while not fake.requests["Step"]:
-                await client.stats()
+            await until_async(lambda: fake.requests["Step"])
             await client.stats()
             assert not waiting.done()
             await steps.close()

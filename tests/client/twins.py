@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from prefixcache import AsyncClient, AsyncSequence, Client
@@ -13,6 +13,7 @@ from prefixcache.client.aio_events import AsyncEventStream
 from prefixcache.client.aio_sequence import OpeningSequence
 from prefixcache.client.aio_steps import AsyncStepStream
 from prefixcache.client.step import Pending, Step
+from prefixcache.errors import UnavailableError
 from tests.support.waiting import until
 
 _TO_WRAP = (AsyncSequence, AsyncStepStream, AsyncEventStream, Step, Pending)
@@ -79,6 +80,22 @@ def _unwrapped(value: Any) -> Any:
 def until_meanwhile(client: Any, condition: Callable[[], object]) -> None:
     """`until`, while the event loop of an async client runs."""
     until(lambda: (isinstance(client, Blocking) and client.pause()) or condition())
+
+
+def once_it_is_back(call: Callable[[], Any]) -> Any:
+    """What a call gives once gRPC has connected to a daemon that was gone.
+
+    It lets more and more time pass between two attempts, in all that the client repeats a call.
+    """
+    results: list[Any] = []
+
+    def was_answered() -> bool:
+        with suppress(UnavailableError):
+            results.append(call())
+        return bool(results)
+
+    until(was_answered)
+    return results[0]
 
 
 def next_event(stream: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 
@@ -14,3 +15,10 @@ def until(condition: Callable[[], object], timeout_s: float = WAIT_S) -> None:
     while not condition():
         assert time.monotonic() < deadline_s, "it has not come to that"
         time.sleep(0.01)
+
+
+async def until_async(condition: Callable[[], object]) -> None:
+    """`until`, while the other tasks of the event loop run."""
+    async with asyncio.timeout(WAIT_S):
+        while not condition():
+            await asyncio.sleep(0.01)
