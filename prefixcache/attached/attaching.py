@@ -25,10 +25,10 @@ def attach(client: Client | str, *, writable: bool = True) -> PoolView:
     NoStorageError, AttachDeniedError, or InvalidArgumentError for a client that cannot be attached.
     """
     if not isinstance(client, str):
-        return _map(client._attach_terms(), writable)
+        return _map(client._connection.attach_terms(), writable)
     own = Client(client)
     try:
-        return _map(own._attach_terms(), writable, own)
+        return _map(own._connection.attach_terms(), writable, own)
     except BaseException:
         own.close()
         raise
@@ -38,7 +38,7 @@ async def attach_async(client: AsyncClient, *, writable: bool = True) -> PoolVie
     """`attach`, for an `AsyncClient`. The view's own calls compute, and hold up the event loop
     meanwhile: an engine runs them in a thread, as it does its model.
     """
-    terms = await client._attach_terms()
+    terms = await client._connection.attach_terms()
     return await asyncio.to_thread(_map, terms, writable)
 
 

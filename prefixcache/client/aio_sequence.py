@@ -26,7 +26,7 @@ from prefixcache.types import (
 )
 
 if TYPE_CHECKING:
-    from prefixcache.client.aio import AsyncClient
+    from prefixcache.client.aio_connection import AsyncConnection
 
 
 class AsyncSequence(SequenceView):
@@ -38,8 +38,8 @@ class AsyncSequence(SequenceView):
     SessionLostError once its session is gone.
     """
 
-    def __init__(self, client: AsyncClient, lease: Lease, state: SequenceState) -> None:
-        self._client = client
+    def __init__(self, connection: AsyncConnection, lease: Lease, state: SequenceState) -> None:
+        self._connection = connection
         self._lease = lease
         self._state = state
 
@@ -82,7 +82,7 @@ class AsyncSequence(SequenceView):
         call = sequence_calls.append_one(
             self._lease.owner, self._state, tokens, num_kv_valid, num_lookahead_tokens, extra_keys
         )
-        return await self._client._call(call, timeout_s, self._lease)
+        return await self._connection.call(call, timeout_s, self._lease)
 
     async def commit(
         self, num_computed_tokens: int, *, timeout_s: float | None = None
@@ -95,7 +95,7 @@ class AsyncSequence(SequenceView):
         WrongPositionError.
         """
         call = sequence_calls.commit_one(self._lease.owner, self._state, num_computed_tokens)
-        return await self._client._call(call, timeout_s, self._lease)
+        return await self._connection.call(call, timeout_s, self._lease)
 
     async def fork(
         self,
@@ -112,8 +112,8 @@ class AsyncSequence(SequenceView):
         """
         call = sequence_calls.fork(self._lease.owner, self._state, num_children, request_ids)
         return [
-            AsyncSequence(self._client, self._lease, child)
-            for child in await self._client._call(call, timeout_s, self._lease)
+            AsyncSequence(self._connection, self._lease, child)
+            for child in await self._connection.call(call, timeout_s, self._lease)
         ]
 
     async def truncate(self, num_tokens: int, *, timeout_s: float | None = None) -> tuple[int, ...]:
@@ -122,13 +122,13 @@ class AsyncSequence(SequenceView):
         Returns the block ids dropped, in table order. Raises SequenceBusyError.
         """
         call = sequence_calls.truncate(self._lease.owner, self._state, num_tokens)
-        return await self._client._call(call, timeout_s, self._lease)
+        return await self._connection.call(call, timeout_s, self._lease)
 
     async def free(self, *, timeout_s: float | None = None) -> None:
         """Give the blocks back; full ones stay findable. Once freed, or unknown to the daemon,
         there is nothing more to do."""
         if not self.is_freed:
-            await self._client.free([self], timeout_s=timeout_s)
+            await self._connection.free(self._lease, [self._state], timeout_s)
 
     async def prefill(
         self,
@@ -145,7 +145,7 @@ class AsyncSequence(SequenceView):
         call = attention_calls.prefill(
             self._lease.owner, layer, [self._state], None, (q, k, v), options, out
         )
-        return await self._client._attend(call, timeout_s, self._lease)
+        return await self._connection.attend(call, timeout_s, self._lease)
 
     async def decode(
         self,
@@ -162,7 +162,7 @@ class AsyncSequence(SequenceView):
         call = attention_calls.decode(
             self._lease.owner, layer, [self._state], None, (q, k, v), options, out
         )
-        return await self._client._attend(call, timeout_s, self._lease)
+        return await self._connection.attend(call, timeout_s, self._lease)
 
 
 class OpeningSequence:

@@ -1,15 +1,13 @@
 """The client for threads. `aio` has its twin, which differs by await; a test compares the two.
 
-Owns the channel, the client's session and the sending of calls; what is sent and what a
-reply means is in `messages` and `*_calls`. A client may be used by many threads at once, a
-sequence by one at a time. In a forked child it raises ForkedClientError.
+What can be asked of a daemon; what is sent and what a reply means is in `messages` and `*_calls`,
+the way there in `sync_connection`. A client may be used by many threads at once, a sequence by one
+at a time. In a forked child it raises ForkedClientError.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence as Rows
-from contextlib import suppress
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
@@ -17,57 +15,34 @@ from typing import Any, Self
 import grpc
 import numpy.typing as npt
 
-from prefixcache.address import Address
 from prefixcache.client import attention_calls, events, messages, sequence_calls, session_calls
 from prefixcache.client.arena import (
     DEFAULT_ARENA_BYTES,
-    MIN_CALL_BYTES,
-    Arena,
-    Arenas,
-    Region,
     lent_or_new,
 )
-from prefixcache.client.attachment import AttachTerms
-from prefixcache.client.attention_calls import AttentionCall
 from prefixcache.client.channel import (
     DEFAULT_MAX_MESSAGE_BYTES,
     DEFAULT_SESSION_TTL_S,
     DEFAULT_TIMEOUT_S,
-    SEND_ERRORS,
-    channel_options,
-    make_stubs,
-    resolve_address,
 )
 from prefixcache.client.credentials import (
     NO_CREDENTIALS,
-    Bearer,
     Credentials,
-    make_channel,
 )
 from prefixcache.client.events import EventPosition
-from prefixcache.client.home_process import HomeProcess
-from prefixcache.client.lease import Lease, owner_of, rows_by_lease
-from prefixcache.client.lost_requests import FREE_TIMEOUT_S, LostRequest
-from prefixcache.client.messages import Call, ResultT
-from prefixcache.client.opening import Opening
+from prefixcache.client.lease import owner_of, rows_by_lease
 from prefixcache.client.results import SequenceInfo, ServerInfo, SessionInfo
 from prefixcache.client.sequence_state import SequenceState
-from prefixcache.client.sequence_use import moving
+from prefixcache.client.sync_connection import Connection
 from prefixcache.client.sync_events import EventStream
-from prefixcache.client.sync_keeper import SessionKeeper
 from prefixcache.client.sync_sequence import Sequence
 from prefixcache.client.sync_steps import StepStream
 from prefixcache.client.tensors import TensorT, empty
 from prefixcache.client.unanswered_steps import UnansweredSteps
 from prefixcache.core.stats import PoolStats
 from prefixcache.errors import (
-    ArenaLostError,
-    FailedPreconditionError,
-    InvalidArgumentError,
     SessionLostError,
-    UnauthenticatedError,
 )
-from prefixcache.rpc.status import from_rpc_error
 from prefixcache.types import (
     PLAIN_ATTENTION,
     AppendResult,
@@ -130,33 +105,17 @@ class Client:
         arena_bytes: int = DEFAULT_ARENA_BYTES,
         channel: grpc.Channel | None = None,
     ) -> None:
-        if (target is None) == (channel is None):
-            raise InvalidArgumentError("target", "give either a target or a channel")
-        self._own_channel: grpc.Channel | None = None
-        address: Address | None = None
-        if channel is None:
-            options = channel_options(max_message_bytes)
-            address = resolve_address(target or "")
-            channel = make_channel(grpc, address, credentials, options)
-            self._own_channel = channel
-        self._address = address
-        self._home = HomeProcess(address)
-        self._bearer = Bearer(credentials, address)
-        weakref.finalize(self, self._bearer.close)
-        self._arenas = Arenas(address, arena_bytes, self._bearer)
-        weakref.finalize(self, self._arenas.close)
-        self._stubs = make_stubs(channel, self._bearer)
-        self._timeout_s = timeout_s
-        self._fingerprint = expected_fingerprint
-        self._session_ttl_s = session_ttl_s
-        self._client_name = client_name
-        # In place of a session that has not been opened yet, too.
-        self._lease = Lease.without_session()
-        self._keeper: SessionKeeper | None = None
-        self._opening = Opening()
-        self._open_request_id = messages.new_request_id()
-        self._info: ServerInfo | None = None
-        self._is_closed = False
+        self._connection = Connection(
+            target,
+            channel,
+            timeout_s=timeout_s,
+            expected_fingerprint=expected_fingerprint,
+            max_message_bytes=max_message_bytes,
+            session_ttl_s=session_ttl_s,
+            client_name=client_name,
+            credentials=credentials,
+            arena_bytes=arena_bytes,
+        )
 
     def close(self) -> None:
         """End the session, with all sequences that are not freed, and the connection.
@@ -164,19 +123,7 @@ class Client:
         Without a session, such sequences live on until the owner's TTL. In a process that was
         forked from the client's own, it closes nothing.
         """
-        self._is_closed = True
-        if not self._home.is_here:
-            return
-        try:
-            if self._lease.is_session:
-                self._close_session()
-            else:
-                self._free_lost(self._lease, self._lease.lost_requests.all(), self._timeout_s)
-        finally:
-            if self._own_channel is not None:
-                self._own_channel.close()
-            self._arenas.close()
-            self._bearer.close()
+        self._connection.close()
 
     def __enter__(self) -> Self:
         return self
@@ -193,29 +140,26 @@ class Client:
 
     def server_info(self, *, timeout_s: float | None = None) -> ServerInfo:
         """Ask the daemon what it is. Raises FingerprintMismatchError."""
-        info = self._send(messages.server_info(self._fingerprint), timeout_s)
-        self._fingerprint = info.fingerprint
-        self._info = info
-        self._lease.answered_by(info.boot_id)
-        return info
+        return self._connection.server_info(timeout_s=timeout_s)
 
     def stats(self, *, timeout_s: float | None = None) -> PoolStats:
         """One consistent snapshot of counters and gauges."""
-        return self._call(messages.stats(), timeout_s)
+        return self._connection.call(messages.stats(), timeout_s)
 
     def reset_cache(self, force: bool = False, *, timeout_s: float | None = None) -> int:
         """Drop every cached hash; returns how many there were. Never repeated by itself.
 
         Raises BlocksInUseError while blocks are referenced, unless forced.
         """
-        return self._call(messages.reset_cache(force), timeout_s)
+        return self._connection.call(messages.reset_cache(force), timeout_s)
 
     def list_sequences(self, *, timeout_s: float | None = None) -> list[SequenceInfo]:
         """All live sequences of all clients, oldest first, in calls of 1000 each."""
-        page = self._call(messages.list_sequences(""), timeout_s)
+        call = self._connection.call
+        page = call(messages.list_sequences(""), timeout_s)
         found = list(page.sequences)
         while page.next_page_token:
-            page = self._call(messages.list_sequences(page.next_page_token), timeout_s)
+            page = call(messages.list_sequences(page.next_page_token), timeout_s)
             found += page.sequences
         return found
 
@@ -223,15 +167,16 @@ class Client:
         self, order: SequenceOrder, count: int, *, timeout_s: float | None = None
     ) -> list[SequenceInfo]:
         """Live sequences of all clients, the first `count` in that order, 1 to 1000."""
-        page = self._call(messages.first_sequences(order, count), timeout_s)
+        page = self._connection.call(messages.first_sequences(order, count), timeout_s)
         return list(page.sequences)
 
     def list_sessions(self, *, timeout_s: float | None = None) -> list[SessionInfo]:
         """All sessions of all clients, oldest first, in calls of 1000 each."""
-        page = self._call(session_calls.list_sessions(""), timeout_s)
+        call = self._connection.call
+        page = call(session_calls.list_sessions(""), timeout_s)
         found = list(page.sessions)
         while page.next_page_token:
-            page = self._call(session_calls.list_sessions(page.next_page_token), timeout_s)
+            page = call(session_calls.list_sessions(page.next_page_token), timeout_s)
             found += page.sessions
         return found
 
@@ -252,7 +197,7 @@ class Client:
         want_hashes: return the hash of each full block of the prompt too.
         """
         call = messages.lookup(tokens, extra_keys, num_lookahead_tokens, full_hit, want_hashes)
-        return self._call(call, timeout_s)
+        return self._connection.call(call, timeout_s)
 
     def explain(
         self,
@@ -270,7 +215,7 @@ class Client:
         out. Raises InvalidArgumentError for one that is not in the auth file.
         """
         call = messages.explain(tokens, extra_keys, full_hit, cache_use, tenant)
-        return self._call(call, timeout_s)
+        return self._connection.call(call, timeout_s)
 
     def sequence(
         self,
@@ -330,11 +275,11 @@ class Client:
         A row that is refused is unchanged, says why in its `code`, and the rest go on; nothing is
         raised for it.
         """
-        lease = owner_of(sequences, self._lease)
+        lease = owner_of(sequences, self._connection.lease)
         call = sequence_calls.append(
             lease.owner, _states(sequences), tokens, num_kv_valid, num_lookahead_tokens, extra_keys
         )
-        return self._call(call, timeout_s, lease)
+        return self._connection.call(call, timeout_s, lease)
 
     def commit(
         self,
@@ -347,9 +292,9 @@ class Client:
 
         A row that is refused says why in its `code`; nothing is raised for it.
         """
-        lease = owner_of(sequences, self._lease)
+        lease = owner_of(sequences, self._connection.lease)
         call = sequence_calls.commit(lease.owner, _states(sequences), num_computed_tokens)
-        return self._call(call, timeout_s, lease)
+        return self._connection.call(call, timeout_s, lease)
 
     def free(
         self, sequences: Rows[Sequence], *, timeout_s: float | None = None
@@ -359,13 +304,9 @@ class Client:
         Those of a session that is lost are none of them; nothing is raised for it.
         """
         codes = [ResultCode.NOT_FOUND] * len(sequences)
-        for lease, rows in rows_by_lease(sequences, self._lease).items():
+        for lease, rows in rows_by_lease(sequences, self._connection.lease).items():
             states = [sequences[row]._state for row in rows]
-            try:
-                call = sequence_calls.free(lease.owner, states)
-                found = self._call(call, timeout_s, lease)
-            except SessionLostError:
-                found = sequence_calls.gone(states)
+            found = self._connection.free(lease, states, timeout_s)
             for row, code in zip(rows, found, strict=True):
                 codes[row] = code
         return codes
@@ -398,11 +339,11 @@ class Client:
         whole call before anything is written: SequenceNotFoundError, SequenceBusyError,
         WrongPositionError, BeyondTokensError, NoStorageError or InvalidArgumentError.
         """
-        lease = owner_of(sequences, self._lease)
+        lease = owner_of(sequences, self._connection.lease)
         call = attention_calls.prefill(
             lease.owner, layer, _states(sequences), num_tokens, (q, k, v), options, out
         )
-        return self._attend(call, timeout_s, lease)
+        return self._connection.attend(call, timeout_s, lease)
 
     def decode(
         self,
@@ -420,11 +361,11 @@ class Client:
         """`prefill` for one new token of each of many sequences, or `num_tokens` of each."""
         if num_tokens is None:
             num_tokens = [1] * len(sequences)
-        lease = owner_of(sequences, self._lease)
+        lease = owner_of(sequences, self._connection.lease)
         call = attention_calls.decode(
             lease.owner, layer, _states(sequences), num_tokens, (q, k, v), options, out
         )
-        return self._attend(call, timeout_s, lease)
+        return self._connection.attend(call, timeout_s, lease)
 
     def empty(self, shape: Rows[int], dtype: object, *, timeout_s: float | None = None) -> Any:
         """A tensor without content, for Prefill and Decode: on a Unix socket in shared memory.
@@ -435,8 +376,8 @@ class Client:
         no such memory, and after a call that failed, it is a tensor like others. A forked child
         must not touch it (SIGSEGV). Raises InvalidArgumentError.
         """
-        info = self._ready(timeout_s)
-        arena = self._arena(info)
+        info = self._connection.ready(timeout_s)
+        arena = self._connection.arena(info)
         return empty(shape, dtype, partial(lent_or_new, arena))
 
     # ---- steps
@@ -451,11 +392,12 @@ class Client:
 
         TooManyStreamsError at the first answer if the daemon has no more streams to give.
         """
-        info = self._ready(timeout_s)
-        lease = self._leased(timeout_s)
-        self._free_lost(lease, lease.due_requests(), self._timeout_s)
-        steps = UnansweredSteps(lease, info, lambda state: Sequence(self, lease, state))
-        return StepStream(self._stubs["Step"], steps, self._timeout_s, self._home)
+        connection = self._connection
+        info = connection.ready(timeout_s)
+        lease = connection.leased(timeout_s)
+        connection.free_due(lease)
+        steps = UnansweredSteps(lease, info, lambda state: Sequence(connection, lease, state))
+        return StepStream(connection.stubs["Step"], steps, connection.timeout_s, connection.home)
 
     # ---- events
 
@@ -476,165 +418,31 @@ class Client:
         The stream raises EventsOffError if the daemon keeps no events, EventsGoneError if it has
         those from `start` on no more, and TooManyStreamsError.
         """
-        self._ready(timeout_s)
+        connection = self._connection
+        connection.ready(timeout_s)
         request = events.request(start, snapshot)
-        return EventStream(self._stubs["WatchEvents"](iter([request])), self._home)
+        return EventStream(connection.stubs["WatchEvents"](iter([request])), connection.home)
 
-    # ---- the session
+    # ---- inside
 
     def _allocate(
         self, tokens: npt.ArrayLike, *, timeout_s: float | None, **arguments: Any
     ) -> Sequence:
-        info = self._ready(timeout_s)
+        connection = self._connection
+        info = connection.ready(timeout_s)
         # Without its owner yet: a bad argument is refused before a session is opened.
-        limit_s = self._timeout_s if timeout_s is None else timeout_s
+        limit_s = connection.timeout_s if timeout_s is None else timeout_s
         call = sequence_calls.allocate(b"", info, tokens, timeout_s=limit_s, **arguments)
         try:
-            lease = self._leased(timeout_s)
+            lease = connection.leased(timeout_s)
             call.request.owner = lease.owner
-            state = self._send(call, timeout_s, lease)
+            state = connection.send(call, timeout_s, lease)
         except SessionLostError:
             # Nothing was done in a session that is gone.
-            lease = self._leased(timeout_s)
+            lease = connection.leased(timeout_s)
             call.request.owner = lease.owner
-            state = self._send(call, timeout_s, lease)
-        return Sequence(self, lease, state)
-
-    def _leased(self, timeout_s: float | None) -> Lease:
-        """What a new sequence may live in: a session is opened if there is none that lives."""
-        if self._session_ttl_s is None or (self._lease.is_session and not self._lease.is_lost):
-            return self._lease
-        with self._opening.held(self._timeout_s if timeout_s is None else timeout_s):
-            if not self._lease.is_session or self._lease.is_lost:
-                call = session_calls.open_session(
-                    self._session_ttl_s, self._client_name, self._open_request_id
-                )
-                self._lease = self._send(call, timeout_s)
-                self._open_request_id = messages.new_request_id()
-                self._keeper = SessionKeeper(self._stubs["KeepAlive"], self._lease, self._home)
-                weakref.finalize(self, self._keeper.stop)
-                self._keeper.wait_for_first_beat()
-            return self._lease
-
-    def _close_session(self) -> None:
-        """What fails here the daemon does by itself: it sees the keeper's stream end."""
-        if self._keeper is not None:
-            self._keeper.stop()
-        if not self._lease.is_lost:
-            request = session_calls.close_session(self._lease)
-            with suppress(*SEND_ERRORS):
-                self._stubs["CloseSession"](request, timeout=min(self._timeout_s, FREE_TIMEOUT_S))
-
-    def _attach_terms(self) -> AttachTerms:
-        """For `prefixcache.attached`."""
-        info = self._ready(None)
-        lease = self._leased(None)
-        lease.is_attached = True
-        return AttachTerms(info, lease, self._home, self._address, self._bearer.token)
-
-    # ---- sending
-
-    def _ready(self, timeout_s: float | None) -> ServerInfo:
-        self._check_open()
-        return self._info or self.server_info(timeout_s=timeout_s)
-
-    def _call(
-        self, call: Call[ResultT], timeout_s: float | None, lease: Lease | None = None
-    ) -> ResultT:
-        """lease: the owner of the sequences that the call is about."""
-        self._ready(timeout_s)
-        with moving(call.states, lease):
-            return self._send(call, timeout_s, lease)
-
-    def _attend(
-        self, call: AttentionCall[TensorT], timeout_s: float | None, lease: Lease
-    ) -> TensorT:
-        """Large tensors go by reference where the daemon takes them so, else in the message."""
-        info = self._ready(timeout_s)
-        call.check_out(info.layout)
-        region = self._region(call, info)
-        if region is not None:
-            with suppress(ArenaLostError), region:
-                by_reference = call.by_reference(region, info.layout)
-                return self._send(by_reference, timeout_s, lease)
-        return self._send(call.inline(), timeout_s, lease)
-
-    def _send(
-        self,
-        call: Call[ResultT],
-        timeout_s: float | None,
-        lease: Lease | None = None,
-        *,
-        is_repeat: bool = False,
-    ) -> ResultT:
-        """is_repeat: with a new ticket, after the call was refused."""
-        self._check_open()
-        timeout_s = self._timeout_s if timeout_s is None else timeout_s
-        if not call.goes_on:
-            self._free_lost(self._lease, self._lease.due_requests(), timeout_s)
-        version = self._bearer.version
-        try:
-            reply = self._reply(call, timeout_s, lease)
-        except grpc.RpcError as failure:
-            error = from_rpc_error(failure)
-            is_refused = isinstance(error, UnauthenticatedError) and not is_repeat
-            if is_refused and self._renewed(version):
-                return self._send(call, timeout_s, lease, is_repeat=True)
-            if lease is not None:
-                error = lease.failed(error, call.request_ids)
-            raise error from failure
-        return call.read(reply)
-
-    def _renewed(self, version: int) -> bool:
-        """Whether the same call may succeed now."""
-        return self._bearer.renew(version)
-
-    def _region(self, call: AttentionCall[Any], info: ServerInfo) -> Region | None:
-        """For the tensors of a call, if they are worth it and there is room."""
-        if call.num_bytes(info.layout) < MIN_CALL_BYTES:
-            return None
-        arena = self._arena(info)
-        if arena is None:
-            return None
-        return arena.region(call.region_bytes(info.layout, arena))
-
-    def _arena(self, info: ServerInfo) -> Arena | None:
-        """Made if there is none."""
-        if self._arenas.ready is None and self._arenas.may_have_one(info):
-            self._arenas.prepare(info)
-        return self._arenas.ready
-
-    def _free_lost(self, lease: Lease, lost: list[LostRequest], timeout_s: float) -> None:
-        """What fails here is tried again ahead of a later call."""
-        if not lost:
-            return
-        request = lease.lost_requests.free_request(lost)
-        number = lease.begin(request)
-        try:
-            reply = self._stubs["Free"](request, timeout=min(timeout_s, FREE_TIMEOUT_S))
-        except grpc.RpcError as failure:
-            lease.failed(from_rpc_error(failure))
-        except SEND_ERRORS:
-            return
-        else:
-            lease.lost_requests.answered(lost, reply)
-        finally:
-            lease.end(number)
-
-    def _check_open(self) -> None:
-        self._home.check()
-        if self._is_closed:
-            raise FailedPreconditionError("the client is closed")
-
-    def _reply(self, call: Call[Any], timeout_s: float, lease: Lease | None) -> Any:
-        send = self._stubs[call.method]
-        if lease is None:
-            return send(call.request, timeout=timeout_s)
-        number = lease.begin(call.request)
-        try:
-            return send(call.request, timeout=timeout_s)
-        finally:
-            lease.end(number)
+            state = connection.send(call, timeout_s, lease)
+        return Sequence(connection, lease, state)
 
 
 def _states(sequences: Rows[Sequence]) -> list[SequenceState]:

@@ -25,7 +25,7 @@ from prefixcache.types import (
 )
 
 if TYPE_CHECKING:
-    from prefixcache.client.sync import Client
+    from prefixcache.client.sync_connection import Connection
 
 
 class Sequence(SequenceView):
@@ -37,8 +37,8 @@ class Sequence(SequenceView):
     SessionLostError once its session is gone.
     """
 
-    def __init__(self, client: Client, lease: Lease, state: SequenceState) -> None:
-        self._client = client
+    def __init__(self, connection: Connection, lease: Lease, state: SequenceState) -> None:
+        self._connection = connection
         self._lease = lease
         self._state = state
 
@@ -81,7 +81,7 @@ class Sequence(SequenceView):
         call = sequence_calls.append_one(
             self._lease.owner, self._state, tokens, num_kv_valid, num_lookahead_tokens, extra_keys
         )
-        return self._client._call(call, timeout_s, self._lease)
+        return self._connection.call(call, timeout_s, self._lease)
 
     def commit(self, num_computed_tokens: int, *, timeout_s: float | None = None) -> CommitResult:
         """So many more tokens have their K/V in all layers: full blocks become findable.
@@ -92,7 +92,7 @@ class Sequence(SequenceView):
         WrongPositionError.
         """
         call = sequence_calls.commit_one(self._lease.owner, self._state, num_computed_tokens)
-        return self._client._call(call, timeout_s, self._lease)
+        return self._connection.call(call, timeout_s, self._lease)
 
     def fork(
         self,
@@ -109,8 +109,8 @@ class Sequence(SequenceView):
         """
         call = sequence_calls.fork(self._lease.owner, self._state, num_children, request_ids)
         return [
-            Sequence(self._client, self._lease, child)
-            for child in self._client._call(call, timeout_s, self._lease)
+            Sequence(self._connection, self._lease, child)
+            for child in self._connection.call(call, timeout_s, self._lease)
         ]
 
     def truncate(self, num_tokens: int, *, timeout_s: float | None = None) -> tuple[int, ...]:
@@ -119,13 +119,13 @@ class Sequence(SequenceView):
         Returns the block ids dropped, in table order. Raises SequenceBusyError.
         """
         call = sequence_calls.truncate(self._lease.owner, self._state, num_tokens)
-        return self._client._call(call, timeout_s, self._lease)
+        return self._connection.call(call, timeout_s, self._lease)
 
     def free(self, *, timeout_s: float | None = None) -> None:
         """Give the blocks back; full ones stay findable. Once freed, or unknown to the daemon,
         there is nothing more to do."""
         if not self.is_freed:
-            self._client.free([self], timeout_s=timeout_s)
+            self._connection.free(self._lease, [self._state], timeout_s)
 
     def prefill(
         self,
@@ -142,7 +142,7 @@ class Sequence(SequenceView):
         call = attention_calls.prefill(
             self._lease.owner, layer, [self._state], None, (q, k, v), options, out
         )
-        return self._client._attend(call, timeout_s, self._lease)
+        return self._connection.attend(call, timeout_s, self._lease)
 
     def decode(
         self,
@@ -159,4 +159,4 @@ class Sequence(SequenceView):
         call = attention_calls.decode(
             self._lease.owner, layer, [self._state], None, (q, k, v), options, out
         )
-        return self._client._attend(call, timeout_s, self._lease)
+        return self._connection.attend(call, timeout_s, self._lease)

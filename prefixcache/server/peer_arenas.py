@@ -7,8 +7,6 @@ bytes, big-endian. A connection has one arena, which ends with it.
 
 from __future__ import annotations
 
-from functools import partial
-
 from prefixcache.errors import PrefixCacheError
 from prefixcache.rpc.peer_protocol import ARENA_ID, PeerMessage
 from prefixcache.server.access import Access
@@ -53,5 +51,5 @@ class ArenaRequests:
         except PrefixCacheError as error:
             raise PeerRefusedError(str(error)) from None
         connection.had.add(PeerMessage.ARENA)
-        connection.on_end(partial(self._arenas.remove, arena_id))
+        connection.on_end(lambda: self._arenas.remove(arena_id))
         return PeerAnswer(ARENA_ID.pack(arena_id))

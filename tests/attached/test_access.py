@@ -63,7 +63,7 @@ def refusal_of(served: Served, **fields: Any) -> PrefixCacheError:
 
 def session_of(client: Client) -> bytes:
     client.sequence([1]).free()
-    return client._lease.session_id
+    return client._connection.lease.session_id
 
 
 def is_granted(client: Client, *, writable: bool) -> bool:

@@ -247,7 +247,7 @@ class Walk:
             sequence,
             tokens,
             (self._namespace, salt),
-            sequence._lease._boot_id or self._client._info.boot_id,
+            sequence._lease._boot_id or self._client._connection._info.boot_id,
             written_from=num_tokens if is_full_hit else 0,
             generation=self._generation(),
             lookahead=lookahead,

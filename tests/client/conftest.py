@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from prefixcache.client import aio, aio_keeper, sync, sync_keeper
+from prefixcache.client import aio_connection, aio_keeper, sync_connection, sync_keeper
 from tests.client.fake_daemon import FakeDaemon, fake_daemon
 from tests.client.twins import open_client
 from tests.support.patience import peer_patience  # noqa: F401 - a fixture
@@ -27,8 +27,8 @@ def haste(patience: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _wait_for(seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    for client in (sync, aio):
-        monkeypatch.setattr(client, "FREE_TIMEOUT_S", seconds)
+    for connection in (sync_connection, aio_connection):
+        monkeypatch.setattr(connection, "FREE_TIMEOUT_S", seconds)
     for keeper in (sync_keeper, aio_keeper):
         monkeypatch.setattr(keeper, "FIRST_BEAT_WAIT_S", seconds)
 

@@ -114,7 +114,7 @@ class _Walk:
             assert sequence.block_ids.tolist() == list(record.block_table)
 
     def _owner(self) -> bytes:
-        return self.client._lease.owner
+        return self.client._connection.lease.owner
 
     def _tokens(self, most: int) -> list[int]:
         return [self.rng.randrange(2) for _ in range(self.rng.randint(1, most))]

@@ -255,7 +255,7 @@ def test_a_refused_client_asks_again_after_a_while(
     served = serve()
     clock_s = [0.0]
     with open_client("sync", served.target) as client:
-        client._arenas._clock = lambda: clock_s[0]
+        client._connection._arenas._clock = lambda: clock_s[0]
         served.daemon.arenas._max_total_bytes = 0
         prefilled(client)
         served.daemon.arenas._max_total_bytes = 2**32
@@ -272,7 +272,7 @@ def test_a_client_that_got_no_answer_asks_again_soon(
     served = serve()
     clock_s = [0.0]
     with open_client("sync", served.target) as client:
-        client._arenas._clock = lambda: clock_s[0]
+        client._connection._arenas._clock = lambda: clock_s[0]
         path = peer_socket_path(served.path)
         path.rename(path.with_suffix(".away"))
         prefilled(client)
@@ -338,7 +338,7 @@ def test_a_call_that_is_given_up_writes_into_no_region_of_another(
         late = new_sequence(client)
         with held(engine, "prefill") as gate:
             give_up(gate, partial(late.prefill, 0, q, k, v))
-            assert client._arenas._arena._is_given_up
+            assert client._connection._arenas._arena._is_given_up
             gate.release()
             for _ in range(3):
                 assert torch.equal(prefilled(client, seed=1), wanted)
@@ -357,7 +357,7 @@ def test_a_cancelled_task_gives_the_arena_up(serve: Serve, by_reference: list[bo
                 task.cancel()
                 with pytest.raises(asyncio.CancelledError):
                     await task
-                arena = client._arenas._arena
+                arena = client._connection._arenas._arena
                 assert arena is not None
                 assert not arena.is_good
 
@@ -448,7 +448,7 @@ def test_many_threads_share_an_arena(serve: Serve, by_reference: list[bool]) -> 
             thread.join()
         assert not failures
         assert served.num_arenas == 1
-        assert client._arenas._arena._free == [(0, 4 * CALL_BYTES)]
+        assert client._connection._arenas._arena._free == [(0, 4 * CALL_BYTES)]
     assert by_reference.count(True) > 15
 
 
@@ -469,14 +469,14 @@ with open_client("sync", sys.argv[1]) as client:
             assert torch.equal(out, wanted)
             with pytest.raises(ForkedClientError):
                 prefilled(client)
-            client._arenas.close()
+            client._connection._arenas.close()
             client.close()
         except BaseException as error:
             print(repr(error), file=sys.stderr)
             os._exit(1)
         os._exit(0)
     assert os.waitpid(pid, 0)[1] == 0
-    assert client._arenas.ready
+    assert client._connection._arenas.ready
     assert torch.equal(prefilled(client), wanted)
     print("the parent goes on")
 """
@@ -590,7 +590,7 @@ def test_an_output_that_does_not_fit_is_refused_and_changes_nothing(
 def test_memory_comes_back_with_the_last_view(serve: Serve) -> None:
     with open_client("sync", serve().target, arena_bytes=4 * CALL_BYTES) as client:
         tensor = client.empty((CALL_BYTES,), np.float16)
-        arena = client._arenas.ready
+        arena = client._connection._arenas.ready
         assert arena.offset_of(tensor) == 0
         view = torch.from_numpy(tensor)[5:]
         del tensor

@@ -78,7 +78,7 @@ LOCKED = """
 client.close()
 client = Client(sys.argv[1])
 client.server_info()
-with client._opening.held(30):
+with client._connection._opening.held(30):
     thread = threading.Thread(target=client.sequence, args=([1],))
     thread.start()
     in_child(lambda: refused(lambda: client.sequence([1])))

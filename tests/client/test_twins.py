@@ -12,15 +12,19 @@ import pytest
 from prefixcache import AsyncClient, AsyncEventStream, AsyncSequence, Client, EventStream, Sequence
 from prefixcache.client import (
     aio,
+    aio_connection,
     aio_events,
     aio_sequence,
     aio_steps,
     sync,
+    sync_connection,
     sync_events,
     sync_sequence,
     sync_steps,
 )
+from prefixcache.client.aio_connection import AsyncConnection
 from prefixcache.client.aio_steps import AsyncStepStream
+from prefixcache.client.sync_connection import Connection
 from prefixcache.client.sync_steps import StepStream
 from prefixcache.errors import PrefixCacheError
 from prefixcache.rpc._pb import admin_pb2, cache_pb2
@@ -30,17 +34,24 @@ from tests.rpc.test_status import EXAMPLES
 
 PAIRS = [
     (Client, AsyncClient),
+    (Connection, AsyncConnection),
     (Sequence, AsyncSequence),
     (StepStream, AsyncStepStream),
     (EventStream, AsyncEventStream),
 ]
 MODULES = [
     (sync, aio),
+    (sync_connection, aio_connection),
     (sync_sequence, aio_sequence),
     (sync_steps, aio_steps),
     (sync_events, aio_events),
 ]
-NO_COROUTINES = ("sequence", "new_step", "send", "position", "__init__")
+NO_COROUTINES = (
+    "Client.sequence",
+    "StepStream.new_step",
+    "StepStream.send",
+    "EventStream.position",
+)
 """Methods of an async class that need no await: they make or tell something, `send` only queues."""
 ASYNC_WORDS = [
     ("grpc.aio.Channel", "grpc.Channel"),
@@ -49,6 +60,7 @@ ASYNC_WORDS = [
     ("__aexit__", "__exit__"),
     ("async with", "with"),
     ("AsyncClient", "Client"),
+    ("AsyncConnection", "Connection"),
     ("AsyncSequence", "Sequence"),
     ("AsyncStepStream", "StepStream"),
     ("AsyncEventStream", "EventStream"),
@@ -79,7 +91,8 @@ def test_both_have_the_same_public_methods_with_the_same_signatures(synchronous,
         one, other = getattr(synchronous, name), getattr(asynchronous, name)
         signature = _without_async(str(inspect.signature(other)))
         assert signature == str(inspect.signature(one)), name
-        assert inspect.iscoroutinefunction(other) == (name not in NO_COROUTINES), name
+        is_plain = name == "__init__" or f"{synchronous.__name__}.{name}" in NO_COROUTINES
+        assert inspect.iscoroutinefunction(other) is not is_plain, name
 
 
 class _Synchronous(ast.NodeTransformer):
@@ -109,11 +122,12 @@ def test_the_code_of_both_differs_by_await_only(pair, modules):
     if pair[0] is Client:
         # An `async with` needs an object that can be awaited, so this one allocates elsewhere.
         del one["sequence"], other["sequence"]
+    if pair[0] is Connection:
         # A task can be cancelled while it waits for a reply, a thread cannot.
         del one["__init__"], other["__init__"]  # one more check, of gRPC's asyncio side
         del one["_reply"], other["_reply"], other["_give_back"]
         # A thread may wait for a ticket or an arena, an event loop must not.
-        for name in ("_renewed", "_arena"):
+        for name in ("_renewed", "arena"):
             del one[name], other[name]
     if pair[0] is StepStream:
         # A queue for threads and one for tasks, and a wait that ends: gRPC's threads have none.
