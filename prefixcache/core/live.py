@@ -20,7 +20,14 @@ from prefixcache.core.pending import PendingBlocks
 from prefixcache.core.pool import Pool
 from prefixcache.core.quarantine import Quarantine
 from prefixcache.core.sequence import Sequence
-from prefixcache.core.sessions import CallOrder, Session, SessionLimits, Sessions, is_session_id
+from prefixcache.core.sessions import (
+    SESSION_ID_BYTES,
+    CallOrder,
+    Session,
+    SessionLimits,
+    Sessions,
+    is_session_id,
+)
 from prefixcache.core.shares import Shares
 from prefixcache.errors import (
     SequenceBusyError,
@@ -133,11 +140,12 @@ class LiveSequences:
     def check_can_add(self, owner: bytes, count: int, account: int) -> None:
         """Raises TooManySequencesError or TooManyOwnersError beyond what one, or all, may have."""
         limits = self.sessions.limits
-        record = self._owners_like(owner).get(owner)
+        owners = self._owners_like(owner)
+        record = owners.get(owner)
         held = len(record.sequences) if record is not None else 0
         if held + count > limits.max_sequences:
             raise TooManySequencesError(limits.max_sequences)
-        is_new = record is None and not is_session_id(owner)
+        is_new = record is None and owners is self._owners
         if is_new and not self._owner_shares.has_place(account):
             raise TooManyOwnersError(limits.max_owners)
 
@@ -260,12 +268,12 @@ class LiveSequences:
         return self.sessions.find(owner).client_name if is_session_id(owner) else ""
 
     def _owners_like(self, owner: bytes) -> dict[bytes, _Owner]:
-        return self._session_owners if is_session_id(owner) else self._owners
+        return self._session_owners if len(owner) == SESSION_ID_BYTES else self._owners
 
     def _new_id(self) -> SequenceId:
         while True:
             if not self._spare_ids:
                 self._spare_ids = array("Q", os.urandom(8 * _IDS_AT_ONCE))
             sequence_id = self._spare_ids.pop()
-            if sequence_id and not self.is_known(sequence_id):
+            if sequence_id and sequence_id not in self.by_id and sequence_id not in self._dying:
                 return SequenceId(sequence_id)

@@ -33,7 +33,8 @@ class Allocation(NamedTuple):
     def apply(self) -> AllocateResult:
         """`Sequences.allocate`, in its turn."""
         sequences = self.daemon.sequences
-        sequences.live.take_turn(self.owner, self.order)
+        if self.order is not None:
+            sequences.live.take_turn(self.owner, self.order)
         return sequences.allocate(
             self.owner,
             self.request_id,

@@ -106,12 +106,13 @@ class CacheService:
         else:
             with self._sequences.lock:
                 allocated = allocation.apply()
+        sequence_id, num_cached_tokens, num_cached_blocks, block_ids, num_pending = allocated
         return _AllocateResponse(
-            sequence_id=allocated.sequence_id,
-            num_cached_tokens=allocated.num_cached_tokens,
-            num_cached_blocks=allocated.num_cached_blocks,
-            block_ids=column32(allocated.block_ids),
-            num_pending_tokens=allocated.num_pending_tokens,
+            sequence_id=sequence_id,
+            num_cached_tokens=num_cached_tokens,
+            num_cached_blocks=num_cached_blocks,
+            block_ids=column32(block_ids),
+            num_pending_tokens=num_pending,
         )
 
     def _allocation(self, request: Any, caller: Caller) -> Allocation:

@@ -105,8 +105,8 @@ def prompt(
 ) -> tuple[TokenIds, ExtraKeys]:
     """Token ids and extra keys, in the caller's namespace, of a request that has a prompt."""
     token_ids = read_column32(request.token_ids)
-    num = num_tokens(len(token_ids), "token_ids", max_tokens)
-    if not num:
+    if not 1 <= len(token_ids) <= max_tokens:
+        num_tokens(len(token_ids), "token_ids", max_tokens)
         raise InvalidArgumentError("token_ids", "is empty, a prompt has at least one token")
     if not request.HasField("extra_keys"):
         return token_ids, caller.own_keys(NO_EXTRA_KEYS)
