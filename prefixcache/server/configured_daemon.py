@@ -63,7 +63,11 @@ def _make_daemon(config: ServeConfig, recorder: Recorder | None, tracing: Tracin
             max_pending_waits=config.limits.max_pending_waits,
             max_arena_bytes=config.limits.max_arena,
             max_total_arena_bytes=config.limits.max_arenas,
-            max_user_arena_bytes=config.limits.arena_bytes_of_a_user,
+            max_user_arena_bytes=(
+                config.limits.arena_bytes_of_a_user
+                if config.access.auth is None
+                else config.limits.max_arenas
+            ),
         ),
         SessionLimits(
             max_sessions=config.sessions.max_sessions,

@@ -18,6 +18,7 @@ from prefixcache.address import UnixAddress
 from prefixcache.client import Client
 from prefixcache.errors import UnavailableError
 from prefixcache.server.open_files import OWN_FILES
+from tests.server.test_crowded_addresses import to_socket
 from tests.support.notify_socket import NotifySocket
 from tests.support.program import MANAGER, PROGRAM, logged_until, serving
 from tests.support.waiting import WAIT_S, until
@@ -229,6 +230,15 @@ def test_a_hard_limit_too_low_for_the_connections_is_a_warning(
         with serving(tmp_path, *MANAGER, "--max-connections", connections) as daemon:
             found = [line for line in daemon.log if "--max-connections" in line["event"]]
             assert len(found) == num_warnings
+
+
+def test_a_user_has_the_connections_that_the_flag_says(tmp_path: Path) -> None:
+    flags = ("--max-connections", "8", "--max-connections-per-peer", "2")
+    with serving(tmp_path, *MANAGER, *flags) as daemon, ExitStack() as opened:
+        path = daemon.addresses[0].removeprefix("unix:")
+        connections = [opened.enter_context(to_socket(path)) for _ in range(5)]
+        until(lambda: sum(not connection.is_cut() for connection in connections) == 2)
+        assert not any(connection.is_cut() for connection in connections[:2])
 
 
 def cpu_seconds(process: subprocess.Popen[str]) -> float:

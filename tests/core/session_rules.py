@@ -103,12 +103,15 @@ class SessionRules:
     @rule(slot=SLOT, writer=st.sampled_from(WRITERS))
     def attach(self, slot: bytes, writer: int) -> None:
         name, process = self.owner_in(slot), self.processes[writer]
-        self.repeatable(
-            lambda: self.both(
-                lambda: self.sequences.live.sessions.attach(self.real(name), process),
-                lambda: self.model.attach(name, process),
-            )
-        )
+
+        def step() -> None:
+            if process in self.processes:  # else it has ended, and asks for nothing again
+                self.both(
+                    lambda: self.sequences.live.sessions.attach(self.real(name), process),
+                    lambda: self.model.attach(name, process),
+                )
+
+        self.repeatable(step)
 
     @rule()
     def write_strays(self) -> None:
