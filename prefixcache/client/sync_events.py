@@ -13,6 +13,7 @@ import grpc
 
 from prefixcache.client.events import CacheEvent, EventPosition, EventReader
 from prefixcache.client.home_process import HomeProcess
+from prefixcache.client.sync_replies import Replies
 from prefixcache.errors import UnavailableError
 from prefixcache.rpc.status import from_rpc_error
 
@@ -26,7 +27,7 @@ class EventStream:
 
     def __init__(self, replies: Any, home: HomeProcess) -> None:
         self._home = home
-        self._replies = replies
+        self._replies = Replies(replies)
         self._reader = EventReader()
         self._events: Iterator[CacheEvent] = iter(())
 
@@ -64,7 +65,7 @@ class EventStream:
 
     def _receive(self) -> Any:
         try:
-            return next(self._replies)
+            return self._replies.next()
         except StopIteration:
             raise UnavailableError("the daemon ended the stream") from None
         except grpc.RpcError as failure:

@@ -19,6 +19,7 @@ import grpc
 
 from prefixcache.client.home_process import HomeProcess
 from prefixcache.client.step import Step
+from prefixcache.client.sync_replies import Replies
 from prefixcache.client.sync_sequence import Sequence
 from prefixcache.client.unanswered_steps import UnansweredSteps
 from prefixcache.errors import (
@@ -51,8 +52,9 @@ class StepStream:
         self._steps = steps
         self._timeout_s = timeout_s
         self._requests: SimpleQueue[Any] = SimpleQueue()
-        self._replies = open_stream(iter(self._requests.get, None))
-        self._time_limit = _TimeLimit(self._replies)
+        stream = open_stream(iter(self._requests.get, None))
+        self._replies = Replies(stream)
+        self._time_limit = _TimeLimit(stream)
 
     def __enter__(self) -> Self:
         return self
@@ -102,7 +104,7 @@ class StepStream:
     def _receive(self) -> Any:
         error: PrefixCacheError
         try:
-            return next(self._replies)
+            return self._replies.next()
         except StopIteration:
             error = UnavailableError("the daemon ended the stream")
         except grpc.RpcError as failure:
