@@ -14,6 +14,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from prefixcache.core.holders import MAX_AGE_S
 from prefixcache.rpc._pb import cache_pb2
 from prefixcache.server.daemon import CacheOptions
 from tests.support.daemon import RunningDaemon, running_daemon
@@ -195,12 +196,14 @@ def _outcomes(world: World, calls: list[tuple[str, Any]]) -> Iterator[Any]:
 @given(PLANS)
 def test_a_step_does_what_its_calls_do_one_by_one(plans: list[Plan]) -> None:
     cache = CacheOptions(NUM_BLOCKS, BLOCK_SIZE, hash_seed="a seed of the step tests")
+    now_s = 0.0
     with ExitStack() as stack:
         worlds = []
         for _ in range(2):
-            running = stack.enter_context(running_daemon(cache))
+            running = stack.enter_context(running_daemon(cache, clock=lambda: now_s))
             worlds.append(World(running, stack.enter_context(connected(running.target))))
         steps = stack.enter_context(worlds[0].peer.stubs.steps())
         for plan in plans:
+            now_s += MAX_AGE_S  # A refusal names the largest holders of a moment ago.
             assert by_step(worlds[0], plan, steps) == one_by_one(worlds[1], plan)
             assert worlds[0].state() == worlds[1].state()
