@@ -137,7 +137,7 @@ def test_a_daemon_ends_although_blocks_are_kept_for_a_writer(tmp_path: Path) -> 
     pool = ("--num-blocks", "8", "--block-size", str(BLOCK_SIZE), "--dtype", "float32")
     with (
         serving(tmp_path, *kv, *pool) as daemon,
-        writing(daemon.addresses[0], session_ttl_s=3.0) as writer,
+        writing(daemon.addresses[0], session_ttl_s=6.0) as writer,
         Client(daemon.addresses[0]) as client,
     ):
         writer.stop()
