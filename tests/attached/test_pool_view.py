@@ -36,9 +36,8 @@ def test_prefill_writes_and_returns_what_the_daemon_does(
     of_kind: Served, chunks: list[int]
 ) -> None:
     client, view = of_kind.attached()
-    tokens = range(sum(chunks))
-    here, there = client.sequence(tokens), of_kind.client().sequence(range(100, 100 + len(tokens)))
-    other = there._client
+    other, tokens = of_kind.client(), range(sum(chunks))
+    here, there = client.sequence(tokens), other.sequence(range(100, 100 + len(tokens)))
     for count in chunks:
         steps = of_kind.steps(count)
         assert same(compute(view, here, steps), compute(other, there, steps))
