@@ -140,10 +140,10 @@ class LimitSection(Section):
         ge=1,
         le=2**20,
     )
-    peer_connections: int | None = setting(
+    max_connections_per_peer: int | None = setting(
         None,
-        "Most of them of one user of this host, or of one host on a TCP port; the newest are cut. "
-        "Three quarters of --max-connections if left out.",
+        "Most connections of one user of this host, or of one host on a TCP port; the newest are "
+        "cut. Three quarters of --max-connections if left out.",
         unit="connections",
         ge=1,
         le=2**20,
@@ -193,7 +193,7 @@ class LimitSection(Section):
 
     @property
     def connections_of_a_peer(self) -> int:
-        return self.peer_connections or _part_of_one(self.max_connections)
+        return self.max_connections_per_peer or _part_of_one(self.max_connections)
 
     @property
     def arena_bytes_of_a_user(self) -> int:
