@@ -11,6 +11,7 @@ import os
 import select
 import socket
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from prefixcache.address import PEER_SUFFIX, UnixAddress
@@ -68,8 +69,10 @@ class PeerConnection:
         The connection is of no more use then.
         """
         message = message_of(kind, rest)
-        if not send(self._socket, message, descriptors):
-            raise ConnectionAbortedError("the daemon does not read")
+        # A daemon that has hung up already may have said why.
+        with suppress(BrokenPipeError):
+            if not send(self._socket, message, descriptors):
+                raise ConnectionAbortedError("the daemon does not read")
         received: list[int] = []
         try:
             (length,) = HEADER.unpack(self._read(HEADER.size, received))

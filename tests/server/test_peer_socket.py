@@ -211,6 +211,10 @@ def test_no_more_peers_than_the_limit(serve: Serve, limits: dict[str, int]) -> N
         two.ask(KIND)
         assert received(three)[0] == PeerMessage.REFUSED
         assert is_closed(three)
+        with served.connection() as four:
+            until(lambda: not four.is_open)
+            with pytest.raises(PeerRefusedError, match="too many"):
+                four.ask(KIND)
         one.close()
         until(lambda: _is_answered(served))
 
