@@ -140,7 +140,7 @@ class LimitSection(Section):
         ge=1,
         le=2**20,
     )
-    max_connections_per_peer: int | None = setting(
+    max_per_peer: int | None = setting(
         None,
         "Most connections of one user of this host, or of one host on a TCP port; the newest are "
         "cut. Three quarters of --max-connections if left out.",
@@ -193,7 +193,7 @@ class LimitSection(Section):
 
     @property
     def connections_of_a_peer(self) -> int:
-        return self.max_connections_per_peer or _part_of_one(self.max_connections)
+        return self.max_per_peer or _part_of_one(self.max_connections)
 
     @property
     def arena_bytes_of_a_user(self) -> int:

@@ -233,7 +233,7 @@ def test_a_hard_limit_too_low_for_the_connections_is_a_warning(
 
 
 def test_a_user_has_the_connections_that_the_flag_says(tmp_path: Path) -> None:
-    flags = ("--max-connections", "8", "--max-connections-per-peer", "2")
+    flags = ("--max-connections", "8", "--max-per-peer", "2")
     with serving(tmp_path, *MANAGER, *flags) as daemon, ExitStack() as opened:
         path = daemon.addresses[0].removeprefix("unix:")
         connections = [opened.enter_context(to_socket(path)) for _ in range(5)]

@@ -43,7 +43,7 @@ NOT_DEFAULT: dict[str, object] = {
     "max_queued_calls": 4,
     "max_queue_wait": 2.5,
     "max_connections": 12,
-    "max_connections_per_peer": 9,
+    "max_per_peer": 9,
     "max_owners": 11,
     "max_arena": "3000000",
     "max_arenas": "5000000",

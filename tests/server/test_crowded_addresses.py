@@ -119,7 +119,7 @@ def test_without_a_descriptor_left_none_is_looked_for(monkeypatch: pytest.Monkey
         ({"max_connections": 1}, 1),
         ({"max_connections": 3}, 3),
         ({"max_connections": 4}, 3),
-        ({"max_connections": 4, "max_connections_per_peer": 4}, 4),
+        ({"max_connections": 4, "max_per_peer": 4}, 4),
     ],
 )
 def test_a_peer_has_three_quarters_of_an_address(flags: dict[str, int], of_a_peer: int) -> None:
