@@ -3,7 +3,8 @@
 A Decode brings q, k and v and takes its output away: in the messages, by reference (see
 `client.arena`), and from where they lie, in memory of `Client.empty`. From each call's time that of
 its computing is taken away: the same write and attention, on memory of this process, in the same
-round. What is left has the copies, gRPC, and the daemon's checks in it. Each token sees itself
+round, over other blocks than the call before. What is left has the copies, gRPC, and the daemon's
+checks in it. Each token sees itself
 alone, so that little is computed. A Prefill has the same tensors, but threads of lower priority
 compute it, and their time is that of other work too.
 
@@ -22,7 +23,7 @@ from typing import Literal
 
 import torch
 
-from prefixcache.attention.batch import make_batch
+from prefixcache.attention.batch import AttentionBatch, make_batch
 from prefixcache.attention.decode import decode
 from prefixcache.attention.write_kv import write_kv
 from prefixcache.bench.attention_cases import Heads, Pool
@@ -126,7 +127,7 @@ class Turn:
         heads = settings.heads
         num_tokens = _num_tokens(settings, mebibytes)
         num_blocks = -(-num_tokens // heads.block_size)
-        pool = Pool(heads.layout(settings.dtype), heads.group, num_blocks, "cpu")
+        pool = Pool(heads.layout(settings.dtype), heads.group, 2 * num_blocks, "cpu")
         self._mebibytes, self._clients, self._laps = mebibytes, clients, laps
         self._token_ids = range(num_tokens)
         self._pool = pool
@@ -137,13 +138,16 @@ class Turn:
         self._out = torch.zeros_like(self._q)
         sharing = clients["where they lie"]
         self._lying = [sharing.empty(t.shape, t.dtype).copy_(t) for t in (*inputs, self._out)]
-        table = pool.take(num_tokens)
-        self._batch = make_batch([table], [0], [num_tokens], [0], heads.block_size)
+        self._batches = [
+            make_batch([pool.take(num_tokens)], [0], [num_tokens], [0], heads.block_size)
+            for _ in range(2)
+        ]
 
     def run(self) -> None:
         key = Key(self._mebibytes, _MEMCPY)
         self._laps.add(key, self._timed(self._copy))
-        computing_s = self._timed(self._compute)
+        left = iter(self._batches)
+        computing_s = self._timed(lambda: self._compute(next(left)))
         for way, client in self._clients.items():
             key = replace(key, name=way)
             call_s = self._call(way, client)
@@ -156,10 +160,10 @@ class Turn:
             target.view(torch.int16).numpy()[...] = source.view(torch.int16).numpy()
         self._out.view(torch.int16).numpy().copy()
 
-    def _compute(self) -> None:
+    def _compute(self, batch: AttentionBatch) -> None:
         cache = self._pool.cache
-        write_kv(cache, self._k, self._v, self._batch.slot_mapping)
-        decode(self._q, cache, self._batch, _ITSELF, self._out)
+        write_kv(cache, self._k, self._v, batch.slot_mapping)
+        decode(self._q, cache, batch, _ITSELF, self._out)
 
     def _call(self, way: Way, client: Client) -> float:
         q, k, v, out = self._q, self._k, self._v, None
