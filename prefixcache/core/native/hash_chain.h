@@ -65,11 +65,41 @@ static inline void xxh3_digest(const uint8_t *message, size_t size, uint8_t *dig
     memcpy(digest, canonical.digest, sizeof canonical.digest);
 }
 
+#if SHA256_HAS_X86
+/* `hash_chain_run` of the recipe with SHA-256, where the digest before stays in registers. */
+static void hash_chain_run_x86(const hash_chain_job *job) {
+    const size_t size = job->block_size;
+    const __m128i head = _mm_set_epi32(0x20588300, 0, 0, 0);
+    __m128i digest[2];
+    uint8_t *start = job->message + SHA256_CHAINED_AT + sizeof digest;
+    memcpy(digest, job->parent, sizeof digest);
+    for (size_t block = 0; block < job->num_blocks; block++) {
+        const size_t extra_bytes = job->extra_keys ? job->extra_bytes[block] : 0;
+        uint8_t *end = cbor_tokens(cbor_head(start, 4, (uint32_t)size),
+                                   job->token_ids + block * size, size);
+        if (extra_bytes)
+            end = append_bytes(end, job->extra_keys[block], extra_bytes);
+        else
+            *end++ = 0xf6;
+        size_t num_chunks = sha256_pad(job->message, (size_t)(end - job->message));
+        sha256_chained_x86(job->message, num_chunks, head, digest);
+        memcpy(job->digests + block * sizeof digest, digest, sizeof digest);
+        if (block % GIVE_WAY_BLOCKS == GIVE_WAY_BLOCKS - 1) pool_give_way();
+    }
+}
+#endif
+
 static void hash_chain_run(const hash_chain_job *job) {
     const size_t digest_bytes = job->recipe == CHAIN_SHA256_CBOR ? 32 : 16, size = job->block_size;
     const int is_cbor = job->recipe != CHAIN_XXH3;
     const uint8_t *parent = job->parent;
     uint8_t *digest = job->digests, *start = job->message;
+#if SHA256_HAS_X86
+    if (job->recipe == CHAIN_SHA256_CBOR && job->compress == sha256_compress_x86) {
+        hash_chain_run_x86(job);
+        return;
+    }
+#endif
     if (is_cbor) {
         *start++ = 0x83;
         start = cbor_head(start, 2, (uint32_t)digest_bytes);

@@ -121,6 +121,21 @@ static int sha256_processor_has_sha(void) {
         SHA256_SCHEDULE(m3, m0, m1, m2);                                                       \
     } while (0)
 
+#define SHA256_CHUNK()                                                                         \
+    do {                                                                                       \
+        const __m128i abef_before = abef, cdgh_before = cdgh;                                  \
+        __m128i wk;                                                                            \
+        SHA256_SIXTEEN_ROUNDS(0);                                                              \
+        SHA256_SIXTEEN_ROUNDS(16);                                                             \
+        SHA256_SIXTEEN_ROUNDS(32);                                                             \
+        SHA256_ROUNDS(48, m0);                                                                 \
+        SHA256_ROUNDS(52, m1);                                                                 \
+        SHA256_ROUNDS(56, m2);                                                                 \
+        SHA256_ROUNDS(60, m3);                                                                 \
+        abef = _mm_add_epi32(abef, abef_before);                                               \
+        cdgh = _mm_add_epi32(cdgh, cdgh_before);                                               \
+    } while (0)
+
 __attribute__((target("sha,sse4.1,ssse3"))) static void
 sha256_compress_x86(uint32_t state[8], const uint8_t *data, size_t num_chunks) {
     const __m128i swap = _mm_set_epi64x(0x0c0d0e0f08090a0bLL, 0x0405060700010203LL);
@@ -130,25 +145,43 @@ sha256_compress_x86(uint32_t state[8], const uint8_t *data, size_t num_chunks) {
     __m128i abef = _mm_alignr_epi8(badc, efgh, 8), cdgh = _mm_blend_epi16(efgh, badc, 0xf0);
     for (; num_chunks; num_chunks--, data += 64) {
         const __m128i *words = (const __m128i *)data;
-        const __m128i abef_before = abef, cdgh_before = cdgh;
-        __m128i wk;
         __m128i m0 = _mm_shuffle_epi8(_mm_loadu_si128(words), swap);
         __m128i m1 = _mm_shuffle_epi8(_mm_loadu_si128(words + 1), swap);
         __m128i m2 = _mm_shuffle_epi8(_mm_loadu_si128(words + 2), swap);
         __m128i m3 = _mm_shuffle_epi8(_mm_loadu_si128(words + 3), swap);
-        SHA256_SIXTEEN_ROUNDS(0);
-        SHA256_SIXTEEN_ROUNDS(16);
-        SHA256_SIXTEEN_ROUNDS(32);
-        SHA256_ROUNDS(48, m0);
-        SHA256_ROUNDS(52, m1);
-        SHA256_ROUNDS(56, m2);
-        SHA256_ROUNDS(60, m3);
-        abef = _mm_add_epi32(abef, abef_before);
-        cdgh = _mm_add_epi32(cdgh, cdgh_before);
+        SHA256_CHUNK();
     }
     __m128i feba = _mm_shuffle_epi32(abef, 0x1b), dchg = _mm_shuffle_epi32(cdgh, 0xb1);
     _mm_storeu_si128((__m128i *)state, _mm_blend_epi16(feba, dchg, 0xf0));
     _mm_storeu_si128((__m128i *)(state + 4), _mm_alignr_epi8(dchg, feba, 8));
+}
+
+/* Digest of a padded message that begins with three bytes and the digest before, both of which are
+   taken from `head` (its last three) and from `digest`, and not from memory: what was just stored
+   there in other sizes would be waited for. The new digest takes the place of the old. */
+#define SHA256_CHAINED_AT 3
+__attribute__((target("sha,sse4.1,ssse3"))) static void
+sha256_chained_x86(const uint8_t *message, size_t num_chunks, __m128i head, __m128i digest[2]) {
+    const __m128i swap = _mm_set_epi64x(0x0c0d0e0f08090a0bLL, 0x0405060700010203LL);
+    const __m128i tail = _mm_loadu_si128((const __m128i *)(message + SHA256_CHAINED_AT + 32));
+    __m128i abef = _mm_set_epi32(0x6a09e667, (int)0xbb67ae85, 0x510e527f, (int)0x9b05688c);
+    __m128i cdgh = _mm_set_epi32(0x3c6ef372, (int)0xa54ff53a, 0x1f83d9ab, 0x5be0cd19);
+    __m128i m0 = _mm_shuffle_epi8(_mm_alignr_epi8(digest[0], head, 13), swap);
+    __m128i m1 = _mm_shuffle_epi8(_mm_alignr_epi8(digest[1], digest[0], 13), swap);
+    __m128i m2 = _mm_shuffle_epi8(_mm_alignr_epi8(tail, digest[1], 13), swap);
+    __m128i m3 = _mm_shuffle_epi8(_mm_loadu_si128((const __m128i *)(message + 48)), swap);
+    SHA256_CHUNK();
+    while (--num_chunks) {
+        const __m128i *words = (const __m128i *)(message += 64);
+        m0 = _mm_shuffle_epi8(_mm_loadu_si128(words), swap);
+        m1 = _mm_shuffle_epi8(_mm_loadu_si128(words + 1), swap);
+        m2 = _mm_shuffle_epi8(_mm_loadu_si128(words + 2), swap);
+        m3 = _mm_shuffle_epi8(_mm_loadu_si128(words + 3), swap);
+        SHA256_CHUNK();
+    }
+    __m128i feba = _mm_shuffle_epi32(abef, 0x1b), dchg = _mm_shuffle_epi32(cdgh, 0xb1);
+    digest[0] = _mm_shuffle_epi8(_mm_blend_epi16(feba, dchg, 0xf0), swap);
+    digest[1] = _mm_shuffle_epi8(_mm_alignr_epi8(dchg, feba, 8), swap);
 }
 #endif
 
@@ -160,16 +193,22 @@ static sha256_compress sha256_fastest(void) {
     return sha256_compress_portable;
 }
 
-/* Digest of `message`, which has SHA256_PAD_BYTES writable bytes behind its `size`. */
-static inline void
-sha256_padded(sha256_compress compress, uint8_t *message, size_t size, uint8_t digest[32]) {
-    uint32_t state[8];
+/* Pad `message`, which has SHA256_PAD_BYTES writable bytes behind its `size`; returns its chunks. */
+static inline size_t sha256_pad(uint8_t *message, size_t size) {
     size_t num_chunks = (size + 9 + 63) / 64, end = num_chunks * 64;
     uint64_t num_bits = (uint64_t)size * 8;
     message[size] = 0x80;
     memset(message + size + 1, 0, end - size - 9);
     sha256_store_be(message + end - 8, (uint32_t)(num_bits >> 32));
     sha256_store_be(message + end - 4, (uint32_t)num_bits);
+    return num_chunks;
+}
+
+/* Digest of `message`, which has SHA256_PAD_BYTES writable bytes behind its `size`. */
+static inline void
+sha256_padded(sha256_compress compress, uint8_t *message, size_t size, uint8_t digest[32]) {
+    uint32_t state[8];
+    size_t num_chunks = sha256_pad(message, size);
     memcpy(state, sha256_initial, sizeof state);
     compress(state, message, num_chunks);
     for (int i = 0; i < 8; i++) sha256_store_be(digest + 4 * i, state[i]);
