@@ -274,9 +274,11 @@ class Region:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if error is not None:
-            self._arena.give_up(self._lying)
-        self._arena.end_call(self._start, self._num_bytes)
+        try:
+            if error is not None:
+                self._arena.give_up(self._lying)
+        finally:
+            self._arena.end_call(self._start, self._num_bytes)
 
 
 def lent_or_new(arena: Arena | None, num_bytes: int) -> npt.NDArray[np.uint8]:
