@@ -35,6 +35,7 @@ from prefixcache.server.arrivals import Arrivals
 from prefixcache.server.call_counts import CallCounts
 from prefixcache.server.callers import Caller, needed_role
 from prefixcache.server.calls import Call, Observers, Rpc
+from prefixcache.server.incoming_calls import let_ask_early
 from prefixcache.server.replies import Replies
 from prefixcache.server.streams import Streams
 from prefixcache.server.workers import Workers
@@ -116,6 +117,7 @@ def add_services(
             admit = partial(access.caller, needed_role=role)
             handler = _handler(rpc, answer, service.workers, transfers, admit)
             run_in(service.workers, handler)
+            let_ask_early(handler)
             # As a stream of one request, which does not cost more: gRPC would else wait for the
             # request by itself, without a limit.
             handlers[method.name] = grpc.stream_unary_rpc_method_handler(handler)

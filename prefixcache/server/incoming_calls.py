@@ -1,13 +1,17 @@
-"""Whose a call is that has no thread yet.
+"""What can be known of a call, and done for it, before it has a thread.
 
-A handler is told who calls, but has a thread by then; gRPC's interceptors run before that, and see
-no certificate. So this looks into what grpcio submits to the threads, which is a matter of its own:
-if that ever changes, calls are of no tenant while they wait, as without access control.
+Whose it is: a handler is told who calls, but has a thread by then; gRPC's interceptors run before
+that, and see no certificate. And its request, which grpcio asks for in the call's thread, so that
+two threads have to be woken one after the other: asked for before, a call took 40 to 50 us less of
+310 (medians of an empty call, both kinds in turn, 2 cores).
+
+So this looks into what grpcio submits to the threads, which is a matter of its own. If that ever
+changes, calls are of no tenant while they wait, as without access control, and their threads ask.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import grpc
@@ -48,3 +52,39 @@ def _context_of(args: tuple[Any, ...]) -> grpc.ServicerContext | None:
     except (AttributeError, TypeError, ValueError):
         return None
     return context
+
+
+def let_ask_early(handler: Callable[..., Any]) -> None:
+    """Say of a handler that it takes a stream of requests, and reads the first in any case."""
+    handler.asks_early = True  # type: ignore[attr-defined]
+
+
+def with_request_asked_for(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments of a call that grpcio submits: its request is asked for, if it can be.
+
+    For calls that get a thread at once. The request of one that has to wait would fill memory: as
+    long as nobody asks, its sender is held back.
+    """
+    try:
+        respond, event, state, handler, get_requests, *codec = args
+        if not handler.asks_early:
+            return args
+        requests = get_requests()
+        wait, take = state.condition.wait, requests._look_for_request
+        with state.condition:
+            requests._raise_or_start_receive_message()
+    except (AttributeError, TypeError, ValueError, StopIteration, grpc.RpcError):
+        return args
+
+    def asked_for() -> Iterator[Any]:
+        with state.condition:
+            try:
+                while (request := take()) is None:
+                    wait()
+            except StopIteration:
+                return
+        yield request
+        yield from requests
+
+    messages = asked_for()
+    return respond, event, state, handler, lambda: messages, *codec

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from prefixcache.errors import PrefixCacheError, TooManyCallsError, WaitedTooLongError
 from prefixcache.server.fair_queue import FairQueue
-from prefixcache.server.incoming_calls import TenantOf, no_tenant
+from prefixcache.server.incoming_calls import TenantOf, no_tenant, with_request_asked_for
 from prefixcache.server.places import Places, Tenants, nobody
 
 _REFUSING_THREADS = 2
@@ -108,20 +108,20 @@ class Workers(ThreadPoolExecutor):
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         """Raises RuntimeError after `shutdown`."""
-        work: _Work = Future(), partial(fn, *args, **kwargs), self._clock()
+        future: Future[Any] = Future()
         with self._guard:
             if self._is_shut:
                 raise RuntimeError(f"the threads {self._name} were shut down")
             if self._idle:
                 self._num_busy += 1
-                self._idle.pop().put(work)
-            elif not self._waiting and self._has_place() and self._start(work):
-                pass
-            elif self._waiting.put(self._tenant_of(args), work):
-                self._start_waiting()
+                mailbox = self._idle.pop()
             else:
-                self._refuse(work, TooManyCallsError(self._limits.max_waiting))
-        return work[0]
+                work = future, partial(fn, *args, **kwargs), self._clock()
+                self._submit_without_idle(work, args)
+                return future
+        call = partial(fn, *with_request_asked_for(args), **kwargs)
+        mailbox.put((future, call, self._clock()))
+        return future
 
     def refusal(self) -> PrefixCacheError | None:
         """Why the work that this thread does is to be refused; None if it is not."""
@@ -176,6 +176,15 @@ class Workers(ThreadPoolExecutor):
         self._refusing.shutdown(wait)
         for thread in started if wait else ():
             thread.join()
+
+    def _submit_without_idle(self, work: _Work, args: tuple[Any, ...]) -> None:
+        """To a new thread, to what waits, or to those that refuse."""
+        if not self._waiting and self._has_place() and self._start(work):
+            return
+        if self._waiting.put(self._tenant_of(args), work):
+            self._start_waiting()
+        else:
+            self._refuse(work, TooManyCallsError(self._limits.max_waiting))
 
     @property
     def _num_places(self) -> int:
