@@ -1,8 +1,8 @@
 """Where attention runs, and by which code.
 
 Every operation has a torch path, which runs on any device, and may have a Triton kernel; attention
-has compiled code for CPUs as well. A launcher asks `uses_triton` and `uses_native` once a call, and
-imports what it needs only then: a daemon on CPU never loads triton.
+and `write_kv` have compiled code for CPUs as well. A launcher asks `uses_triton` and `uses_native`
+once a call, and imports what it needs only then: a daemon on CPU never loads triton.
 
 Triton reads TRITON_INTERPRET where a function is decorated, which is when its module is imported,
 triton's own library included. So the variable must be set before the first import of triton; here
@@ -37,13 +37,15 @@ def uses_triton(tensor: torch.Tensor) -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def uses_native(q: torch.Tensor, cache: KVCache) -> bool:
-    """Whether attention runs in compiled code: on a CPU, where elements lie side by side."""
-    tensors = (q, cache.keys, cache.values)
+def uses_native(cache: KVCache, *tensors: torch.Tensor) -> bool:
+    """Whether compiled code takes a cache and other tensors: on CPUs, elements side by side."""
     return (
-        q.device.type == "cpu"
+        cache.keys.device.type == "cpu"
         and bool(native_forms())
-        and all(tensor.stride(-1) == 1 or tensor.shape[-1] == 1 for tensor in tensors)
+        and all(
+            tensor.stride(-1) == 1 or tensor.shape[-1] == 1
+            for tensor in (cache.keys, cache.values, *tensors)
+        )
     )
 
 

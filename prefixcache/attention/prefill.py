@@ -62,7 +62,7 @@ def prefill(
 
         return paged_attention(q, cache, batch, options, out)
     check_attention(q, cache, batch, options)
-    if uses_native(q, cache):
+    if uses_native(cache, q):
         from prefixcache.attention.native_attention import native_attention
 
         return native_attention(q, cache, batch, options, in_background=True, out=out)

@@ -1,8 +1,9 @@
 """A gRPC server that takes any bytes and returns as many as the method's name says.
 
 What a call costs without a daemon in it: the same server, threads and options, a handler as any
-that gRPC calls, no parsing and no work. Run as `python -m prefixcache.bench.echo ADDRESS WORKERS SIZE[,SIZE...]`, until its standard
-input ends or a signal ends it.
+that gRPC calls, no parsing and no work. Run as
+`python -m prefixcache.bench.echo ADDRESS WORKERS SIZE[,SIZE...]`, until its standard input or a
+signal ends it.
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@ that are ready before the clock starts. The echo is the same gRPC server with th
 options; it is sent as many bytes as the call's request has, and returns as many as its reply has.
 So the ratio is what the daemon's work adds to what gRPC costs on this machine, less what it saves:
 it asks for requests before it wakes a thread for them (`prefixcache.server.incoming_calls`), which
-gRPC does not. The same calls through the Python client show what that adds. Processes that differ in nothing differ by up to 40 %
-in speed, as long as they live: so all is measured with several daemons and echoes, one pair after
-another, and summed up over all of them.
+gRPC does not. The same calls through the Python client show what that adds. Processes that differ
+in nothing differ by up to 40 % in speed, as long as they live: so all is measured with several
+daemons and echoes, one pair after another, and summed up over all of them.
 """
 
 from __future__ import annotations

@@ -36,6 +36,29 @@ def test_exactly_the_named_slots_change(slots: list[int], dtype: torch.dtype) ->
     assert torch.equal(actual.keys._base, expected.keys._base)
 
 
+def test_many_tokens_of_any_strides_are_written_by_several_threads(num_threads: int) -> None:
+    """K is a view with heads first, V every second token, and both more than one thread's work."""
+    num_tokens, num_heads, size = 3000, 3, 40
+    k = torch.randn(num_heads, num_tokens, size, generator=torch.Generator().manual_seed(1))
+    v = torch.randn(2 * num_tokens, num_heads, size, generator=torch.Generator().manual_seed(2))
+    slot_mapping = np.random.default_rng(3).permutation(4 * num_tokens)[:num_tokens]
+    slot_mapping[::7] = -1
+    pool = torch.zeros(2, 4 * num_tokens // 4, 4, num_heads, size)
+    expected = torch.zeros_like(pool)
+    for memory, write in ((pool, write_kv), (expected, reference.write_kv)):
+        cache = KVCache(memory[0].transpose(1, 2), memory[1].transpose(1, 2))
+        write(cache, k.transpose(0, 1), v[::2], slot_mapping)
+    assert torch.equal(pool, expected)
+
+
+def test_a_slot_mapping_may_have_any_strides() -> None:
+    actual, expected = fresh_cache(), fresh_cache()
+    slot_mapping = np.array([5, 9, 0, 9, 23, 9], dtype=np.int64)[::2]
+    write_kv(actual, *new_tokens(3), slot_mapping)
+    reference.write_kv(expected, *new_tokens(3), slot_mapping)
+    assert torch.equal(actual.keys._base, expected.keys._base)
+
+
 QUANTIZED = [torch.float8_e4m3fn, torch.int8]
 FIXED = (0.02, 0.015)
 # Heads whose largest magnitude is unusual: each in a token of its own, beside an ordinary head.

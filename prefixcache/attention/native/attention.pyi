@@ -21,3 +21,10 @@ def attend(
     options: AttentionOptions,
     in_background: bool,
 ) -> None: ...
+def write(
+    num_threads: int,
+    k: torch.Tensor,
+    v: torch.Tensor | None,
+    cache: KVCache,
+    slot_mapping: npt.NDArray[np.int64],
+) -> None: ...

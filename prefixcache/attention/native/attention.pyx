@@ -4,7 +4,7 @@
 from array import array
 
 from libc.stddef cimport ptrdiff_t
-from libc.stdint cimport INT32_MAX, int32_t
+from libc.stdint cimport INT32_MAX, int32_t, int64_t
 from libc.string cimport memset
 
 cdef extern from "attention.h" nogil:
@@ -49,6 +49,19 @@ cdef extern from "attention.h" nogil:
     int attention_run(
         const attention_call *call, const attention_form *form, int num_threads, int in_background
     )
+
+cdef extern from "write_kv.h" nogil:
+    ctypedef struct new_rows:
+        const char *rows
+        ptrdiff_t row_token_stride, row_head_stride
+        char *stored
+        ptrdiff_t block_stride, head_stride, token_stride
+        size_t row_bytes
+    ctypedef struct kv_write:
+        new_rows tensors[2]
+        int num_tokens, num_kv_heads, block_size
+        const int64_t *slot_mapping
+    void write_kv_run(const kv_write *write, int num_threads)
 
 cdef const attention_form *_forms[MOST_FORMS]
 cdef int _num_forms = attention_forms(_forms)
@@ -119,6 +132,25 @@ def attend(
         raise MemoryError("attention")
 
 
+def write(int num_threads, k, v, cache, const int64_t[:] slot_mapping):
+    """Store checked rows in a cache of their own dtype, without scales.
+
+    k: `[T, Hkv, D]`, v: `[T, Hkv, Dv]` or None; all tensors are in the CPU's memory, and their
+    elements lie side by side. slot_mapping: `[T]`, contiguous; slots below 0 are skipped, none is
+    there twice. T > 0.
+    """
+    cdef kv_write call
+    memset(&call, 0, sizeof(call))
+    call.num_kv_heads, call.block_size = cache.keys.shape[1:3]
+    call.num_tokens = slot_mapping.shape[0]
+    call.slot_mapping = &slot_mapping[0]
+    call.tensors[0] = _new_rows(k, cache.keys)
+    if v is not None:
+        call.tensors[1] = _new_rows(v, cache.values)
+    with nogil:
+        write_kv_run(&call, num_threads)
+
+
 cdef element_type _type_of(tensor) except *:
     return _TYPES[str(tensor.dtype).removeprefix("torch.")]
 
@@ -126,6 +158,16 @@ cdef element_type _type_of(tensor) except *:
 cdef list _byte_strides(tensor):
     size = tensor.element_size()
     return [stride * size for stride in tensor.stride()]
+
+
+cdef new_rows _new_rows(rows, stored) except *:
+    cdef new_rows copied
+    copied.rows = <const char *><size_t>rows.data_ptr()
+    copied.row_token_stride, copied.row_head_stride = _byte_strides(rows)[:2]
+    copied.stored = <char *><size_t>stored.data_ptr()
+    copied.block_stride, copied.head_stride, copied.token_stride = _byte_strides(stored)[:3]
+    copied.row_bytes = stored.shape[3] * stored.element_size()
+    return copied
 
 
 cdef stored_tensor _stored(tensor, scales) except *:

@@ -2,8 +2,8 @@
 
    Pieces are taken one by one by whoever is free, so that neither uneven pieces nor a busy neighbour
    on one core hold up a call, and a helper that comes late finds nothing to do. Any thread may call,
-   several at once; helpers are shared by all of them. They sleep when idle. Each compiled module has
-   threads of its own. */
+   several at once; helpers are shared by all of them. They sleep when idle, and keep off the core of
+   the caller who does its share. Each compiled module has threads of its own. */
 #ifndef PREFIXCACHE_THREAD_POOL_H
 #define PREFIXCACHE_THREAD_POOL_H
 

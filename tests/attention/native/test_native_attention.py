@@ -39,14 +39,6 @@ def run(attend: Launcher, case: PagedCase) -> torch.Tensor:
     return attend(case.q, case.cache, case.batch, case.options)
 
 
-@pytest.fixture(params=[1, 3])
-def num_threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
-
-
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(
     lengths=st.lists(st.tuples(st.integers(0, 150), st.integers(0, 40)), max_size=3),
@@ -197,6 +189,32 @@ def test_the_output_is_the_same_in_the_background(num_threads: int) -> None:
                 assert torch.equal(out, attend(case.q, case.cache, case.batch, case.options))
 
 
+@pytest.mark.skipif(
+    not 2 <= len(os.sched_getaffinity(0)) <= 16, reason="of one core, and of many, none is barred"
+)
+def test_helpers_run_on_all_cores_but_the_caller_s() -> None:
+    """On one core with it they would take turns."""
+    program = """
+import os, time, torch
+from tests.attention.paged_cases import make_case
+from prefixcache.attention.native_attention import native_attention
+torch.set_num_threads(3)
+case = make_case([3000], [1])
+cores, before = os.sched_getaffinity(0), set(os.listdir("/proc/self/task"))
+num_barred, end_s = [], time.monotonic() + 60
+# A helper that has not begun yet is not known.
+while num_barred != [1, 1] and time.monotonic() < end_s:
+    native_attention(case.q, case.cache, case.batch, case.options)
+    helpers = map(int, set(os.listdir("/proc/self/task")) - before)
+    num_barred = [len(cores - os.sched_getaffinity(helper)) for helper in helpers]
+print(*num_barred)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], check=True, timeout=120, capture_output=True, text=True
+    )
+    assert done.stdout.split() == ["1", "1"]
+
+
 def test_a_forked_child_has_helpers_of_its_own() -> None:
     program = """
 import os, torch
@@ -227,7 +245,7 @@ def test_launchers_run_compiled_code_where_elements_lie_side_by_side(
     apart = case.with_caches(
         case.cache.keys.repeat_interleave(2, dim=3)[..., ::2], case.cache.values
     )
-    assert not uses_native(apart.q, apart.cache)
+    assert not uses_native(apart.cache, apart.q)
     assert_close(run(launch, apart), case.exact())
     assert len(calls) == 1
 
