@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 SOURCES = ("prefixcache", "third_party", "pyproject.toml", "README.md", "LICENSE")
 MODULES = (
     *("admission", "append", "commit", "free_queue", "hash_chain", "pool", "sequence_record"),
-    *("slots", "plain_codec"),
+    *("slots", "plain_codec", "attention", "batch"),
 )
 
 

@@ -9,13 +9,21 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from prefixcache.attention.shared_prefix import SharedPrefix, plan_shared_prefix
+from prefixcache.core.form import FORM
 from prefixcache.errors import InvalidArgumentError
+
+_make_arrays = None
+if FORM == "native" and find_spec("prefixcache.attention.native.batch") is not None:
+    from prefixcache.attention.native.batch import make_arrays
+
+    _make_arrays = make_arrays
 
 Derived = TypeVar("Derived")
 
@@ -95,6 +103,23 @@ def make_batch(
     Raises InvalidArgumentError if the lengths differ, a number is negative, or a table is too
     short for its tokens.
     """
+    if _make_arrays is not None:
+        arrays = _make_arrays(block_tables, start_positions, num_tokens, first_writable, block_size)
+        if arrays is not None:
+            return AttentionBatch(*arrays)
+    return make_batch_in_numpy(
+        block_tables, start_positions, num_tokens, first_writable, block_size
+    )
+
+
+def make_batch_in_numpy(
+    block_tables: Sequence[npt.NDArray[np.int32]],
+    start_positions: Sequence[int],
+    num_tokens: Sequence[int],
+    first_writable: Sequence[int],
+    block_size: int,
+) -> AttentionBatch:
+    """`make_batch` without compiled code, which does not say what it refuses."""
     num_sequences = len(block_tables)
     contexts = _as_column("start_positions", start_positions, num_sequences)
     queries = _as_column("num_tokens", num_tokens, num_sequences)
@@ -131,11 +156,13 @@ def _as_column(field: str, numbers: Sequence[int], length: int) -> npt.NDArray[n
 def _pad_tables(
     block_tables: Sequence[npt.NDArray[np.int32]], num_used: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.int32]:
-    padded = np.full((len(block_tables), num_used.max(initial=0)), -1, dtype=np.int32)
     for row, (table, used) in enumerate(zip(block_tables, num_used.tolist(), strict=True)):
         if len(table) < used:
             raise InvalidArgumentError(
                 "block_tables", f"sequence {row} needs {used} blocks, its table has {len(table)}"
             )
+    # Not before: a wrong position would ask for any amount of memory.
+    padded = np.full((len(block_tables), num_used.max(initial=0)), -1, dtype=np.int32)
+    for row, (table, used) in enumerate(zip(block_tables, num_used.tolist(), strict=True)):
         padded[row, :used] = table[:used]
     return padded

@@ -7,15 +7,23 @@ InvalidArgumentError that names the argument. Pure.
 from __future__ import annotations
 
 import math
+from importlib.util import find_spec
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from prefixcache.attention.batch import AttentionBatch
+from prefixcache.core.form import FORM
 from prefixcache.errors import InvalidArgumentError
 from prefixcache.storage.kv_cache import KVCache
 from prefixcache.types import AttentionOptions
+
+_agrees = None
+if FORM == "native" and find_spec("prefixcache.attention.native.batch") is not None:
+    from prefixcache.attention.native.batch import agrees
+
+    _agrees = agrees
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 """Of q, k and v, and of a cache that is not quantised."""
@@ -105,6 +113,14 @@ def check_options(options: AttentionOptions, num_query_heads: int, *, is_latent:
 
 def check_batch(batch: AttentionBatch, num_tokens: int, num_blocks: int, block_size: int) -> None:
     """The arrays agree with each other and with the pool. Unused table entries may be anything."""
+    if _agrees is None or not _agrees(batch, num_tokens, num_blocks, block_size):
+        check_batch_in_numpy(batch, num_tokens, num_blocks, block_size)
+
+
+def check_batch_in_numpy(
+    batch: AttentionBatch, num_tokens: int, num_blocks: int, block_size: int
+) -> None:
+    """`check_batch` without compiled code, which does not say what is wrong."""
     num_sequences = len(batch.seq_lens)
     tables = batch.block_tables
     if tables.ndim != 2:

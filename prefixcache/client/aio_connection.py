@@ -226,9 +226,10 @@ class AsyncConnection:
 
     async def arena(self, info: ServerInfo) -> Arena | None:
         """Made if there is none. Not in the event loop, which it would hold up."""
-        if self._arenas.ready is None and self._arenas.may_have_one(info):
-            await asyncio.to_thread(self._arenas.prepare, info)
-        return self._arenas.ready
+        ready = self._arenas.ready
+        if ready is None and self._arenas.may_have_one(info):
+            ready = await asyncio.to_thread(self._arenas.prepare, info)
+        return ready
 
     async def free_due(self, lease: Lease) -> None:
         """What calls without an answer may have made, and is to be freed by now."""
@@ -258,7 +259,7 @@ class AsyncConnection:
         arena = await self.arena(info)
         if arena is None:
             return None
-        return arena.region(call.region_bytes(info.layout, arena))
+        return call.region(info.layout, arena)
 
     async def _free_lost(self, lease: Lease, lost: list[LostRequest], timeout_s: float) -> None:
         """What fails here is tried again ahead of a later call."""

@@ -25,7 +25,7 @@ import time
 import weakref
 from bisect import insort
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from ctypes import Array, addressof, c_uint8
 from types import TracebackType
 from typing import Any
@@ -89,11 +89,12 @@ class Arenas:
         arena = self._arena
         return arena if arena is not None and arena.is_good else None
 
-    def prepare(self, info: ServerInfo) -> None:
-        """Make an arena if there is no good one. Waits for the daemon, for seconds at most."""
+    def prepare(self, info: ServerInfo) -> Arena | None:
+        """Make an arena if none is ready. Waits for the daemon, for seconds at most."""
         with self._lock:
-            if self.ready is not None or self._address is None or self._clock() < self._try_at_s:
-                return
+            ready = self.ready
+            if ready is not None or self._address is None or self._clock() < self._try_at_s:
+                return ready
             if self._arena is not None:
                 self._arena.give_up()
                 self._arena = None
@@ -104,6 +105,7 @@ class Arenas:
                 self._try_at_s = self._clock() + _AFTER_REFUSAL_S
             except OSError:
                 self._try_at_s = self._clock() + _AFTER_FAILURE_S
+            return self._arena
 
     def close(self) -> None:
         """In a forked child nothing happens: the lock may be held for ever."""
@@ -159,15 +161,18 @@ class Arena:
         """Whether new calls may use it; no more after the daemon's end."""
         return not self._is_given_up and self._connection.is_open
 
-    def region(self, num_bytes: int) -> Region | None:
-        """A place for a call's tensors, for a `with`; None if there is none now. Does not wait."""
+    def region(self, num_bytes: int, offsets: Sequence[int | None] = ()) -> Region | None:
+        """A place for a call's tensors, for a `with`; None if there is none now. Does not wait.
+
+        offsets: where in the arena each of the tensors lies already, and None for the others.
+        """
         num_bytes = aligned(num_bytes)
         with self._lock:
             start = self._take(num_bytes, ALIGNMENT)
             if start is None:
                 return None
             self._num_calls += 1
-        return Region(self, start, num_bytes)
+        return Region(self, start, num_bytes, offsets)
 
     def lend(self, num_bytes: int) -> npt.NDArray[np.uint8] | None:
         """Memory of the arena, at least 1 byte; None if there is none now.
@@ -193,7 +198,7 @@ class Arena:
         is_there = offset >= 0 and offset + array.nbytes <= len(self._mapped) and array.nbytes > 0
         return offset if is_there and array.flags.c_contiguous else None
 
-    def give_up(self, offsets: Iterable[int] = ()) -> None:
+    def give_up(self, offsets: Sequence[int] = ()) -> None:
         """No more regions; the daemon is told once no call uses it.
 
         offsets: where tensors of a call that failed lie in lent memory. Raises OSError if there is
@@ -240,23 +245,21 @@ class Arena:
 
 
 class Region:
-    """A part of an arena, for one call. A `with` that ends by an exception gives the arena up."""
+    """A part of an arena, for one call. A `with` that ends by an exception gives the arena up.
 
-    def __init__(self, arena: Arena, start: int, num_bytes: int) -> None:
+    offsets: of the call's tensors, see `Arena.region`.
+    """
+
+    def __init__(
+        self, arena: Arena, start: int, num_bytes: int, offsets: Sequence[int | None]
+    ) -> None:
         self._arena, self._start, self._num_bytes = arena, start, num_bytes
         self._next = start
-        self._lying: list[int] = []
+        self.offsets = offsets
 
     @property
     def arena_id(self) -> int:
         return self._arena.arena_id
-
-    def offset_of(self, array: npt.NDArray[Any]) -> int | None:
-        """Where in the arena an array of the call's lies already, if it does."""
-        offset = self._arena.offset_of(array)
-        if offset is not None:
-            self._lying.append(offset)
-        return offset
 
     def take(self, num_bytes: int) -> tuple[int, npt.NDArray[np.uint8]]:
         """The next so many bytes: where they begin in the arena, and a view of them."""
@@ -276,7 +279,7 @@ class Region:
     ) -> None:
         try:
             if error is not None:
-                self._arena.give_up(self._lying)
+                self._arena.give_up([offset for offset in self.offsets if offset is not None])
         finally:
             self._arena.end_call(self._start, self._num_bytes)
 

@@ -65,13 +65,15 @@ class AttentionCall(Generic[TensorT]):
             return 0
         return out_bytes + sum(view.num_bytes for _, view in self.inputs)
 
-    def region_bytes(self, layout: Layout | None, arena: Arena) -> int:
-        """What a region of the arena needs, for the tensors that do not lie in it already."""
-        views = [view for _, view in self.inputs if arena.offset_of(view.array) is None]
-        num_bytes = sum(aligned(view.num_bytes) for view in views)
-        if self.out is None or arena.offset_of(self.out[1].array) is None:
-            num_bytes += aligned(self._out_bytes(layout))
-        return num_bytes
+    def region(self, layout: Layout | None, arena: Arena) -> Region | None:
+        """For the tensors that do not lie in the arena already; None if there is no room."""
+        offsets = [arena.offset_of(view.array) for _, view in self.inputs]
+        offsets.append(None if self.out is None else arena.offset_of(self.out[1].array))
+        sizes = [view.num_bytes for _, view in self.inputs]
+        sizes.append(self._out_bytes(layout))
+        missing = zip(offsets, sizes, strict=True)
+        num_bytes = sum(aligned(size) for offset, size in missing if offset is None)
+        return arena.region(num_bytes, offsets)
 
     def inline(self) -> Call[TensorT]:
         """Tensors go in the messages."""
@@ -90,22 +92,21 @@ class AttentionCall(Generic[TensorT]):
         return Call(self.method, self.request, read)
 
     def by_reference(self, region: Region, layout: Layout | None) -> Call[TensorT]:
-        """Tensors go through the region, which has `region_bytes`."""
-        for field, view in self.inputs:
+        """Tensors go through `region`."""
+        *offsets, out_offset = region.offsets
+        for (field, view), offset in zip(self.inputs, offsets, strict=True):
             message = getattr(self.request, field)
             message.Clear()
             set_tensor_type(message, view.dtype, view.shape)
-            offset = region.offset_of(view.array)
             if offset is None:
                 offset, memory = region.take(view.num_bytes)
                 view.copy_to(memory)
             _set_span(message.arena, region, offset, view.num_bytes)
         result: npt.NDArray[Any] | None = None
         num_bytes = self._out_bytes(layout)
-        offset = None if self.out is None else region.offset_of(self.out[1].array)
-        if offset is None:
-            offset, result = region.take(num_bytes)
-        _set_span(self.request.out, region, offset, num_bytes)
+        if out_offset is None:
+            out_offset, result = region.take(num_bytes)
+        _set_span(self.request.out, region, out_offset, num_bytes)
 
         def read(reply: Any) -> TensorT:
             if result is not None:

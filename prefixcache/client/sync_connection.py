@@ -220,9 +220,10 @@ class Connection:
 
     def arena(self, info: ServerInfo) -> Arena | None:
         """Made if there is none."""
-        if self._arenas.ready is None and self._arenas.may_have_one(info):
-            self._arenas.prepare(info)
-        return self._arenas.ready
+        ready = self._arenas.ready
+        if ready is None and self._arenas.may_have_one(info):
+            ready = self._arenas.prepare(info)
+        return ready
 
     def free_due(self, lease: Lease) -> None:
         """What calls without an answer may have made, and is to be freed by now."""
@@ -250,7 +251,7 @@ class Connection:
         arena = self.arena(info)
         if arena is None:
             return None
-        return arena.region(call.region_bytes(info.layout, arena))
+        return call.region(info.layout, arena)
 
     def _free_lost(self, lease: Lease, lost: list[LostRequest], timeout_s: float) -> None:
         """What fails here is tried again ahead of a later call."""
