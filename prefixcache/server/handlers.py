@@ -117,7 +117,7 @@ def add_services(
             admit = partial(access.caller, needed_role=role)
             handler = _handler(rpc, answer, service.workers, transfers, admit)
             run_in(service.workers, handler)
-            let_ask_early(handler)
+            let_ask_early(handler, admit)
             # As a stream of one request, which does not cost more: gRPC would else wait for the
             # request by itself, without a limit.
             handlers[method.name] = grpc.stream_unary_rpc_method_handler(handler)

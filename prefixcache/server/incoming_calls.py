@@ -54,26 +54,37 @@ def _context_of(args: tuple[Any, ...]) -> grpc.ServicerContext | None:
     return context
 
 
-def let_ask_early(handler: Callable[..., Any]) -> None:
-    """Say of a handler that it takes a stream of requests, and reads the first in any case."""
-    handler.asks_early = True  # type: ignore[attr-defined]
+def let_ask_early(
+    handler: Callable[..., Any], admit: Callable[[grpc.ServicerContext], object]
+) -> None:
+    """Say of a handler that it takes a stream of requests, and reads the first if `admit` lets it.
+
+    admit: raises PrefixCacheError for a call that the handler refuses, whatever it asks for.
+    """
+    handler.admit_early = admit  # type: ignore[attr-defined]
 
 
 def with_request_asked_for(args: tuple[Any, ...]) -> tuple[Any, ...]:
     """The arguments of a call that grpcio submits: its request is asked for, if it can be.
 
-    For calls that get a thread at once. The request of one that has to wait would fill memory: as
-    long as nobody asks, its sender is held back.
+    For calls that get a thread at once. The request of one that has to wait would fill memory, and
+    so would those of callers without credentials: as long as nobody asks, a sender is held back.
     """
     try:
         respond, event, state, handler, get_requests, *codec = args
-        if not handler.asks_early:
-            return args
+        handler.admit_early(_server._Context(event, state, None))
         requests = get_requests()
         wait, take = state.condition.wait, requests._look_for_request
         with state.condition:
             requests._raise_or_start_receive_message()
-    except (AttributeError, TypeError, ValueError, StopIteration, grpc.RpcError):
+    except (
+        AttributeError,
+        TypeError,
+        ValueError,
+        StopIteration,
+        grpc.RpcError,
+        PrefixCacheError,
+    ):
         return args
 
     def asked_for() -> Iterator[Any]:

@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import contextvars
 import threading
+import tomllib
 from collections.abc import Iterator
 from types import GeneratorType, SimpleNamespace
 from typing import Any
 
 import grpc
 import pytest
+from grpc import _server
 
+from prefixcache.errors import UnauthenticatedError
 from prefixcache.rpc._pb import cache_pb2
+from prefixcache.server.access import AccessControl
 from prefixcache.server.arrivals import REQUEST_TIMEOUT_S
+from prefixcache.server.auth_file import parse_auth_rules
 from prefixcache.server.daemon import CacheOptions
 from prefixcache.server.handlers import run_in
 from prefixcache.server.incoming_calls import let_ask_early, with_request_asked_for
+from prefixcache.server.peer_tickets import PeerTickets
 from prefixcache.server.rpc_server import make_server
 from prefixcache.server.workers import Workers
+from tests.support.bearer import bearing, hash_of
 from tests.support.daemon import running_daemon
 from tests.support.stubs import METHODS, connected
 from tests.support.waiting import until
@@ -64,14 +71,22 @@ class Requests:
         return iter(())
 
 
-def submit(workers: Workers, requests: Requests, *, early: bool = True) -> Any:
+def anyone(context: grpc.ServicerContext) -> None:
+    """Admits all."""
+
+
+def nobody(context: grpc.ServicerContext) -> None:
+    raise UnauthenticatedError("the call has none")
+
+
+def submit(workers: Workers, requests: Requests, admit: Any = anyone) -> Any:
     """As grpcio submits a call; its result is what the handler finds."""
 
     def handler(requests: Iterator[str]) -> list[str]:
         return list(requests)
 
-    if early:
-        let_ask_early(handler)
+    if admit is not None:
+        let_ask_early(handler, admit)
     state = SimpleNamespace(condition=threading.Condition())
     run = contextvars.Context().run
 
@@ -91,7 +106,7 @@ def test_grpcio_lets_the_request_be_asked_for_before_a_thread_runs(workers: Work
         return next(requests) + b"".join(requests)
 
     run_in(workers, echo)
-    let_ask_early(echo)
+    let_ask_early(echo, anyone)
     server = make_server(workers, 2**20, 4)
     server.add_registered_method_handlers(
         "Echo", {"Echo": grpc.stream_unary_rpc_method_handler(echo)}
@@ -127,8 +142,41 @@ def test_nothing_asks_for_the_request_of_a_call_that_waits_for_a_thread(workers:
 
 def test_only_handlers_that_say_so_are_helped(workers: Workers) -> None:
     requests = Requests("a request")
-    assert submit(workers, requests, early=False).result(_TIMEOUT_S) == []
+    assert submit(workers, requests, admit=None).result(_TIMEOUT_S) == []
     assert requests.times_asked == 0
+
+
+def test_nothing_asks_for_the_request_of_a_caller_who_is_refused(workers: Workers) -> None:
+    """It would fill memory for callers without credentials."""
+    requests = Requests("a request")
+    assert submit(workers, requests, nobody).result(_TIMEOUT_S) == []
+    assert requests.times_asked == 0
+
+
+def test_a_daemon_asks_for_requests_of_known_callers_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    rules = f"[[identities]]\ntoken_sha256 = '{hash_of('known')}'\ntenant = 'a'\n"
+    access = AccessControl(parse_auth_rules(tomllib.loads(rules)), PeerTickets())
+    asked = []
+    ask = _server._RequestIterator._raise_or_start_receive_message
+    monkeypatch.setattr(
+        _server._RequestIterator,
+        "_raise_or_start_receive_message",
+        lambda requests: (asked.append(requests), ask(requests))[1],
+    )
+    with (
+        running_daemon(CacheOptions(16, 4), max_workers=1, access=access) as running,
+        bearing(running.target, "known") as known,
+        connected(running.target) as unknown,
+    ):
+        known.lookup([1])  # starts the thread
+        for stubs, name in ((unknown, "Lookup"), (known, "ResetCache")):
+            asked.clear()
+            assert running.server._workers.wait_until_idle(_TIMEOUT_S)
+            assert stubs.refused(name, b"").code.name in ("UNAUTHENTICATED", "PERMISSION_DENIED")
+            assert asked == []
+        assert running.server._workers.wait_until_idle(_TIMEOUT_S)
+        known.lookup([1])
+        assert len(asked) == 1
 
 
 @pytest.mark.parametrize(
