@@ -26,12 +26,14 @@
    But an idle core of a virtual machine does not count as such if the host has taken it away (KVM),
    and is looked for among those that share a cache only. So helpers came to their caller's core, and
    stayed there: the two took turns, 3.0 ms for 1.6 on 2 cores (Linux 6.18). Hence they may run on all
-   cores but the caller's. Where there are many, that costs more than it brings. */
+   cores but the caller's, of those that they had when they were made: what the caller may use may be
+   that one core. Where there are many, that costs more than it brings. */
 #define MOST_CORES 16
 
 typedef struct helper {
     pthread_t thread;
     int barred_core; /* -1: none */
+    cpu_set_t own_cores, given_cores;
     struct helper *next;
 } helper;
 
@@ -115,22 +117,27 @@ void pool_give_way(void) {
     gave_way_ns = now_ns();
 }
 
-/* From the core of the calling thread. Under the lock, as what follows. */
+/* False if the system will not have it, or there are too many cores. */
+static int bar(helper *other, int core) {
+    cpu_set_t cores;
+    if (pthread_getaffinity_np(other->thread, sizeof cores, &cores) != 0) return 0;
+    /* At first, and once somebody else has changed them. */
+    if (!CPU_EQUAL(&cores, &other->given_cores)) other->own_cores = cores;
+    if (CPU_COUNT(&other->own_cores) > MOST_CORES) return 0;
+    cores = other->own_cores;
+    CPU_CLR(core, &cores);
+    if (CPU_COUNT(&cores) == 0) cores = other->own_cores;
+    if (pthread_setaffinity_np(other->thread, sizeof cores, &cores) != 0) return 0;
+    other->given_cores = cores;
+    other->barred_core = core;
+    return 1;
+}
+
+/* From the core of the calling thread. Under the lock. */
 static void keep_off(helper *first) {
     int core = sched_getcpu();
-    cpu_set_t cores;
-    CPU_ZERO(&cores);
-    for (helper *other = first; other != NULL; other = other->next) {
-        if (other->barred_core == core) continue;
-        if (CPU_COUNT(&cores) == 0) {
-            if (sched_getaffinity(0, sizeof cores, &cores) != 0) return;
-            if (CPU_COUNT(&cores) > MOST_CORES) return;
-            CPU_CLR(core, &cores);
-            if (CPU_COUNT(&cores) == 0) return;
-        }
-        if (pthread_setaffinity_np(other->thread, sizeof cores, &cores) != 0) return;
-        other->barred_core = core;
-    }
+    for (helper *other = first; other != NULL; other = other->next)
+        if (other->barred_core != core && !bar(other, core)) return;
 }
 
 static void *help(void *context) {

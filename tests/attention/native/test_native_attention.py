@@ -189,9 +189,12 @@ def test_the_output_is_the_same_in_the_background(num_threads: int) -> None:
                 assert torch.equal(out, attend(case.q, case.cache, case.batch, case.options))
 
 
-@pytest.mark.skipif(
+few_cores = pytest.mark.skipif(
     not 2 <= len(os.sched_getaffinity(0)) <= 16, reason="of one core, and of many, none is barred"
 )
+
+
+@few_cores
 def test_helpers_run_on_all_cores_but_the_caller_s() -> None:
     """On one core with it they would take turns."""
     program = """
@@ -213,6 +216,31 @@ print(*num_barred)
         [sys.executable, "-c", program], check=True, timeout=120, capture_output=True, text=True
     )
     assert done.stdout.split() == ["1", "1"]
+
+
+@few_cores
+def test_a_caller_of_one_core_does_not_have_its_helpers_there() -> None:
+    """Nor are they left with the cores of another caller that had few."""
+    program = """
+import os, time, torch
+from tests.attention.paged_cases import make_case
+from prefixcache.attention.native_attention import native_attention
+torch.set_num_threads(3)
+case = make_case([3000], [1])
+cores, before = os.sched_getaffinity(0), set(os.listdir("/proc/self/task"))
+for core in [*sorted(cores), min(cores)]:
+    end_s, found = time.monotonic() + 60, None
+    while found != 2 * [cores - {core}] and time.monotonic() < end_s:
+        native_attention(case.q, case.cache, case.batch, case.options)
+        os.sched_setaffinity(0, {core})
+        helpers = map(int, set(os.listdir("/proc/self/task")) - before)
+        found = [os.sched_getaffinity(helper) for helper in helpers]
+    print(found == 2 * [cores - {core}])
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], check=True, timeout=300, capture_output=True, text=True
+    )
+    assert set(done.stdout.split()) == {"True"}
 
 
 def test_a_forked_child_has_helpers_of_its_own() -> None:
