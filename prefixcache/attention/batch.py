@@ -100,8 +100,8 @@ def make_batch(
     All arguments have one entry per sequence. Tokens at positions below `first_writable` get
     slot -1. A table may be longer than needed.
 
-    Raises InvalidArgumentError if the lengths differ, a number is negative, or a table is too
-    short for its tokens.
+    Raises InvalidArgumentError if the lengths differ, a number is negative, the block size is
+    below 1, or a table is too short for its tokens.
     """
     if _make_arrays is not None:
         arrays = _make_arrays(block_tables, start_positions, num_tokens, first_writable, block_size)
@@ -120,6 +120,8 @@ def make_batch_in_numpy(
     block_size: int,
 ) -> AttentionBatch:
     """`make_batch` without compiled code, which does not say what it refuses."""
+    if block_size < 1:
+        raise InvalidArgumentError("block_size", f"must be >= 1, is {block_size}")
     num_sequences = len(block_tables)
     contexts = _as_column("start_positions", start_positions, num_sequences)
     queries = _as_column("num_tokens", num_tokens, num_sequences)

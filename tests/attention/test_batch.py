@@ -68,3 +68,11 @@ def test_a_refusal_names_the_argument(
     with pytest.raises(InvalidArgumentError) as refusal:
         make_batch([table(0, 1)], starts, nums, writable, block_size=4)
     assert refusal.value.field == field
+
+
+@pytest.mark.parametrize("block_size", [0, -3])
+@pytest.mark.parametrize("num_sequences", [0, 1])
+def test_a_block_has_a_token_at_least(num_sequences: int, block_size: int) -> None:
+    columns = ([number] * num_sequences for number in (0, 1, 0))
+    with pytest.raises(InvalidArgumentError, match="block_size: must be >= 1"):
+        make_batch([table(1)] * num_sequences, *columns, block_size)

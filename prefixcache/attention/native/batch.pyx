@@ -29,6 +29,8 @@ cdef _arrays(block_tables, start_positions, num_tokens, first_writable, int64_t 
     cdef int64_t context, count, seq_len, position, offset, writable, total = 0
     if not len(start_positions) == len(num_tokens) == len(first_writable) == num_sequences:
         return None
+    if block_size < 1:
+        return None
     query_start = np.empty(num_sequences + 1, np.int32)
     context_lens = np.empty(num_sequences, np.int32)
     seq_lens = np.empty(num_sequences, np.int32)
