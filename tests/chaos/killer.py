@@ -79,7 +79,8 @@ class ClientKiller(grpc.ServerInterceptor):
             if handler.stream_unary
             else (stream, grpc.stream_stream_rpc_method_handler)
         )
-        run.experimental_thread_pool = answer.experimental_thread_pool
+        # What says in which threads it runs, and whether its request is asked for early.
+        vars(run).update(vars(answer))
         return make(run, handler.request_deserializer, handler.response_serializer)
 
     def _kill(self, name: str, phase: str, pid: int) -> None:
