@@ -25,17 +25,22 @@ from prefixcache.storage.layout import DTYPE_BYTES
 from prefixcache.types import PLAIN_ATTENTION
 
 PRIVATE, ATTACHED = "decode on private memory", "decode through an attached view"
-NUM_PAIRS = 3
 
 _Decode = Callable[[], torch.Tensor]
 
 
 def attached_case(
-    heads: Heads, dtype: str, num_sequences: int, context: int, device: str, opened: ExitStack
+    heads: Heads,
+    dtype: str,
+    num_sequences: int,
+    context: int,
+    device: str,
+    num_pairs: int,
+    opened: ExitStack,
 ) -> Case:
     """One new token of each of some sequences of one length. opened: ends the daemons."""
     sizes = num_sequences, context
-    pairs = [_pair(heads, dtype, *sizes, device, opened) for _ in range(NUM_PAIRS)]
+    pairs = [_pair(heads, dtype, *sizes, device, opened) for _ in range(num_pairs)]
     elements = 2 * heads.num_kv_heads * heads.head_dim * num_sequences * context
     num_bytes = elements * DTYPE_BYTES[dtype]
     return Case(

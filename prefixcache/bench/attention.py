@@ -56,7 +56,8 @@ _FILLED_BYTES = 2**31
 @dataclass(frozen=True, slots=True)
 class AttentionSettings:
     """Sizes in tokens: decodes (sequences, context), prefill (new, cached), shared (sequences,
-    shared, private). ceiling_dtype: of the product that prefill is compared with.
+    shared, private). ceiling_dtype: of the product that prefill is compared with. attached_pairs:
+    daemons that decodes through a view take turns with.
     """
 
     device: str
@@ -72,6 +73,7 @@ class AttentionSettings:
     threads: tuple[int, ...]
     heads: Heads = field(default_factory=Heads)
     latents: Latents = field(default_factory=Latents)
+    attached_pairs: int = 3
     rounds: Rounds = _ROUNDS
 
 
@@ -128,6 +130,7 @@ def quick(settings: AttentionSettings) -> AttentionSettings:
         threads=settings.threads,
         heads=Heads(num_kv_heads=2, group=2, head_dim=32),
         latents=Latents(num_heads=16, latent_dim=32, rope_dim=16),
+        attached_pairs=1,
         rounds=Rounds.exactly(2),
     )
 
@@ -208,7 +211,10 @@ def make_cases(settings: AttentionSettings, opened: ExitStack) -> list[Case]:
         cases += [decode_case(heads, dtype, *sizes, device) for dtype in settings.dtypes]
         cases.append(quantized_case(heads, settings.dtypes[-1], *sizes, device))
     sizes = settings.decodes[0]
-    cases += [attached_case(heads, dtype, *sizes, device, opened) for dtype in settings.dtypes]
+    num_pairs = settings.attached_pairs
+    cases += [
+        attached_case(heads, dtype, *sizes, device, num_pairs, opened) for dtype in settings.dtypes
+    ]
     sizes, dtype = settings.latent_decode, settings.dtypes[-1]
     cases.append(latent_case(settings.latents, dtype, *sizes, device))
     for dtype in settings.dtypes:

@@ -122,7 +122,7 @@ def test_the_command_shows_one_thread_and_all_and_leaves_torchs_count(
 
 def test_an_attached_view_computes_what_private_memory_gives() -> None:
     with ExitStack() as opened:
-        case = attached_case(HEADS, "float32", 3, 10, "cpu", opened)
+        case = attached_case(HEADS, "float32", 3, 10, "cpu", 2, opened)
         results = results_of(case), results_of(case)
     for found in results:
         assert torch.equal(found[ATTACHED], found[PRIVATE])
