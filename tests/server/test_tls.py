@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -157,6 +158,29 @@ def test_renewed_files_are_for_new_connections(
         assert outcome(address, other.ca, metadata=BEARER) is grpc.StatusCode.OK
         assert outcome(address, authority.ca, metadata=BEARER) is UNAVAILABLE
         assert call(b"", metadata=BEARER, timeout=TIMEOUT_S).boot_id == boot_id
+
+
+def test_each_port_gets_a_certificate_once(
+    monkeypatch: pytest.MonkeyPatch, server_pair: Pair
+) -> None:
+    """gRPC frees what it had before, which another handshake may use at that moment."""
+    asked = []
+
+    def made(*given: Any, **options: Any) -> grpc.ServerCredentials:
+        asked.append(given[1])
+        return make(*given, **options)
+
+    make = grpc.dynamic_ssl_server_credentials
+    monkeypatch.setattr(grpc, "dynamic_ssl_server_credentials", made)
+    files = TlsFiles(server_pair.cert, server_pair.key)
+    tls = ServerTls(files)
+    for _ in range(2):
+        tls.credentials()
+    assert [renewed() for renewed in asked] == [None, None]
+    tls.prepare(files)()
+    first, second = (renewed() for renewed in asked)
+    assert first is second is not None
+    assert [renewed() for renewed in asked] == [None, None]
 
 
 def _info(data: bytes) -> cache_pb2.GetServerInfoResponse:
