@@ -8,8 +8,8 @@ checks in it. Each token sees itself alone, so that little is computed. A Prefil
 tensors, but threads of lower priority compute it, and their time is that of other work too.
 
 Beside it is memcpy of the same bytes: q, k and v to memory that is there, as the arena is, and the
-output to new memory, which the caller gets. A call takes its time even if nothing is copied, as that
-from where the tensors lie shows. What a call by reference takes beyond it are its copies, and those
+output to new memory, which the caller gets. A call takes its time even if nothing is copied, as one
+from where the tensors lie does. What a call by reference takes beyond it are its copies, and those
 are to be about as fast as memcpy.
 """
 
