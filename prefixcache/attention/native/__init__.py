@@ -4,6 +4,6 @@ In `kernels/`, `attention.h` is the contract between the parts. A call is cut in
 (`run.c`), which threads take one by one (`core/native/thread_pool.c`); a segment of few query rows
 streams K/V as they lie (`few_rows.h`), one of many is two matrix products (`many_rows.h`). `form.h`
 puts these together, and each `form_*.c` compiles them for one instruction set. `native_attention`
-is the only caller. `write_kv.c` copies the K/V of new tokens, and the module `batch` makes and checks
-the arrays of a call. Both modules are absent where no C compiler was at hand.
+is the only caller. `write_kv.c` copies the K/V of new tokens, and the module `batch` makes and
+checks the arrays of a call. Both modules are absent where no C compiler was at hand.
 """
