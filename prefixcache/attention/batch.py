@@ -9,18 +9,17 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from typing import TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from prefixcache.attention.shared_prefix import SharedPrefix, plan_shared_prefix
-from prefixcache.core.form import FORM
+from prefixcache.core.form import is_compiled
 from prefixcache.errors import InvalidArgumentError
 
 _make_arrays = None
-if FORM == "native" and find_spec("prefixcache.attention.native.batch") is not None:
+if is_compiled("prefixcache.attention.native.batch"):
     from prefixcache.attention.native.batch import make_arrays
 
     _make_arrays = make_arrays

@@ -7,20 +7,19 @@ InvalidArgumentError that names the argument. Pure.
 from __future__ import annotations
 
 import math
-from importlib.util import find_spec
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from prefixcache.attention.batch import AttentionBatch
-from prefixcache.core.form import FORM
+from prefixcache.core.form import is_compiled
 from prefixcache.errors import InvalidArgumentError
 from prefixcache.storage.kv_cache import KVCache
 from prefixcache.types import AttentionOptions
 
 _agrees = None
-if FORM == "native" and find_spec("prefixcache.attention.native.batch") is not None:
+if is_compiled("prefixcache.attention.native.batch"):
     from prefixcache.attention.native.batch import agrees
 
     _agrees = agrees

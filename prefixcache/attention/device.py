@@ -17,7 +17,7 @@ from importlib.util import find_spec
 
 import torch
 
-from prefixcache.core.form import FORM
+from prefixcache.core.form import is_compiled
 from prefixcache.storage.kv_cache import KVCache
 
 
@@ -56,7 +56,7 @@ def native_forms() -> tuple[str, ...]:
     Empty if the package was built without a C compiler, on other processors, and where
     PREFIXCACHE_CORE is `python` (see `prefixcache.core.form`): then the torch path runs.
     """
-    if FORM == "python" or find_spec("prefixcache.attention.native.attention") is None:
+    if not is_compiled("prefixcache.attention.native.attention"):
         return ()
     from prefixcache.attention.native.attention import FORMS
 

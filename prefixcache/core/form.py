@@ -47,3 +47,11 @@ def _is_built() -> bool:
 
 
 FORM = choose(os.environ.get(FORM_ENV, ""), is_built=_is_built)
+
+
+def is_compiled(module: str) -> bool:
+    """Whether the native form runs, and a compiled module that is not of the core was built.
+
+    module: its whole name. Those who import it have another form to fall back on.
+    """
+    return FORM == "native" and importlib.util.find_spec(module) is not None

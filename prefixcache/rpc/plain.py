@@ -9,16 +9,15 @@ is not plain is read as a twin.
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import Any
 
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
-from prefixcache.core.form import FORM
+from prefixcache.core.form import is_compiled
 from prefixcache.rpc.wire import COLUMN_WIDTHS, twin
 
-_IS_BUILT = FORM == "native" and find_spec("prefixcache.rpc.native.plain_codec") is not None
+_IS_BUILT = is_compiled("prefixcache.rpc.native.plain_codec")
 if _IS_BUILT:
     from prefixcache.rpc.native.plain_codec import NUM_FIELDS, PlainCodec
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 
 import grpc
 import pytest
@@ -13,20 +12,10 @@ from prefixcache.server.arrivals import MAX_LATE, PATIENCE_S, REQUEST_TIMEOUT_S
 from prefixcache.server.daemon import CacheOptions
 from tests.support.daemon import running_daemon
 from tests.support.raw_peer import RawPeer
-from tests.support.stubs import METHODS, connected
+from tests.support.stubs import METHODS, call_without_request, connected
 from tests.support.waiting import until
 
 NUM_WORKERS = 2
-
-
-def call_without_request(stubs, name: str, over: threading.Event):
-    """A call whose headers are sent, and no request as long as `over` is not set."""
-
-    def nothing() -> Iterator[bytes]:
-        over.wait()
-        yield from ()
-
-    return stubs.channel.stream_unary(METHODS[name].path).future(nothing())
 
 
 @pytest.mark.parametrize("name", METHODS)

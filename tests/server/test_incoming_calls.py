@@ -26,7 +26,7 @@ from prefixcache.server.rpc_server import make_server
 from prefixcache.server.workers import Workers
 from tests.support.bearer import bearing, hash_of
 from tests.support.daemon import running_daemon
-from tests.support.stubs import METHODS, connected
+from tests.support.stubs import METHODS, call_without_request, connected
 from tests.support.waiting import until
 
 _TIMEOUT_S = 20.0
@@ -190,12 +190,7 @@ def test_what_is_no_call_as_grpcio_submits_it_stays_as_it_is(args: tuple[Any, ..
 
 def test_a_silent_peer_of_a_warm_thread_is_cut(warm: Any) -> None:
     over = threading.Event()
-
-    def nothing() -> Iterator[bytes]:
-        over.wait()
-        yield from ()
-
-    call = warm.stubs.channel.stream_unary(METHODS["Lookup"].path).future(nothing())
+    call = call_without_request(warm.stubs, "Lookup", over)
     until(lambda: len(warm.running.server._arrivals) == 1)
     warm.now_s[0] = REQUEST_TIMEOUT_S
     warm.running.sweep()
@@ -213,13 +208,8 @@ def test_a_call_without_a_request_is_refused_by_a_warm_thread(warm: Any) -> None
 
 def test_a_call_that_is_cancelled_before_its_request_came_frees_its_warm_thread(warm: Any) -> None:
     over = threading.Event()
-
-    def nothing() -> Iterator[bytes]:
-        over.wait()
-        yield from ()
-
     for _ in range(5):
-        call = warm.stubs.channel.stream_unary(METHODS["Allocate"].path).future(nothing())
+        call = call_without_request(warm.stubs, "Allocate", over)
         until(lambda: len(warm.running.server._arrivals) == 1)
         call.cancel()
         until(lambda: len(warm.running.server._arrivals) == 0)

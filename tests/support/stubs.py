@@ -8,6 +8,7 @@ by the code under test.
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -202,6 +203,16 @@ def connected(target: str) -> Iterator[Stubs]:
     unlimited = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
     with grpc.insecure_channel(target, options=unlimited) as channel:
         yield Stubs(channel)
+
+
+def call_without_request(stubs: Stubs, name: str, over: threading.Event) -> Any:
+    """A call whose headers are sent, and no request as long as `over` is not set."""
+
+    def nothing() -> Iterator[bytes]:
+        over.wait()
+        yield from ()
+
+    return stubs.channel.stream_unary(METHODS[name].path).future(nothing())
 
 
 @dataclass(frozen=True)

@@ -117,7 +117,7 @@ void pool_give_way(void) {
     gave_way_ns = now_ns();
 }
 
-/* False if the system will not have it, or there are too many cores. */
+/* False if the system will not have it, or there are too many cores. Under the lock. */
 static int bar(helper *other, int core) {
     cpu_set_t cores;
     if (pthread_getaffinity_np(other->thread, sizeof cores, &cores) != 0) return 0;
@@ -175,6 +175,7 @@ static void forget_threads(void) {
 
 static void prepare(void) { pthread_atfork(NULL, NULL, forget_threads); }
 
+/* Under the lock. */
 static void make_threads(helpers *ground, int count) {
     sigset_t all, before;
     sigfillset(&all);
@@ -187,7 +188,7 @@ static void make_threads(helpers *ground, int count) {
     pthread_sigmask(SIG_SETMASK, &before, NULL);
 }
 
-/* Whether anybody still works on it, or has to begin. */
+/* Whether anybody still works on it, or has to begin. Under the lock. */
 static int is_running(job *work) {
     return work->running_helpers > 0 || atomic_load(&work->next_piece) < work->num_pieces;
 }

@@ -204,16 +204,33 @@ few_cores = pytest.mark.skipif(
 )
 
 
-@few_cores
-def test_helpers_run_on_all_cores_but_the_caller_s() -> None:
-    """On one core with it they would take turns."""
-    program = """
+def printed_with_helpers(program: str, timeout_s: float) -> list[str]:
+    """Words that a program prints, in a process of its own: its `case` is for two helpers.
+
+    cores: those of the process. before: the threads that are no helpers.
+    """
+    begin = """
 import os, time, torch
 from tests.attention.paged_cases import make_case
 from prefixcache.attention.native_attention import native_attention
 torch.set_num_threads(3)
 case = make_case([3000], [1])
 cores, before = os.sched_getaffinity(0), set(os.listdir("/proc/self/task"))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", begin + program],
+        check=True,
+        timeout=timeout_s,
+        capture_output=True,
+        text=True,
+    )
+    return done.stdout.split()
+
+
+@few_cores
+def test_helpers_run_on_all_cores_but_the_caller_s() -> None:
+    """On one core with it they would take turns."""
+    program = """
 num_barred, end_s = [], time.monotonic() + 60
 # A helper that has not begun yet is not known.
 while num_barred != [1, 1] and time.monotonic() < end_s:
@@ -222,22 +239,13 @@ while num_barred != [1, 1] and time.monotonic() < end_s:
     num_barred = [len(cores - os.sched_getaffinity(helper)) for helper in helpers]
 print(*num_barred)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program], check=True, timeout=120, capture_output=True, text=True
-    )
-    assert done.stdout.split() == ["1", "1"]
+    assert printed_with_helpers(program, 120) == ["1", "1"]
 
 
 @few_cores
 def test_a_caller_of_one_core_does_not_have_its_helpers_there() -> None:
     """Nor are they left with the cores of another caller that had few."""
     program = """
-import os, time, torch
-from tests.attention.paged_cases import make_case
-from prefixcache.attention.native_attention import native_attention
-torch.set_num_threads(3)
-case = make_case([3000], [1])
-cores, before = os.sched_getaffinity(0), set(os.listdir("/proc/self/task"))
 for core in [*sorted(cores), min(cores)]:
     end_s, found = time.monotonic() + 60, None
     while found != 2 * [cores - {core}] and time.monotonic() < end_s:
@@ -247,10 +255,7 @@ for core in [*sorted(cores), min(cores)]:
         found = [os.sched_getaffinity(helper) for helper in helpers]
     print(found == 2 * [cores - {core}])
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program], check=True, timeout=300, capture_output=True, text=True
-    )
-    assert set(done.stdout.split()) == {"True"}
+    assert set(printed_with_helpers(program, 300)) == {"True"}
 
 
 def test_a_forked_child_has_helpers_of_its_own() -> None:
